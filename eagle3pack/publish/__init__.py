@@ -1,0 +1,1 @@
+"""The model card, and one atomic commit a hub."""
