@@ -6,6 +6,7 @@ Results go to stdout, all else to stderr, so that `--json` output can be piped.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,13 +73,11 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
 
 def format_bytes(count: float) -> str:
     """Bytes as people read them, in powers of ten as disks and hubs count: 6.60 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            break
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while abs(count) >= 999.5 and len(units) > 1:
         count /= 1000
-    else:
-        unit = "TB"
-    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        del units[0]
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.3g} {units[0]}"
 
 
 @contextmanager
@@ -92,7 +91,7 @@ def progress(label: str, total: int, *, unit: str = "B") -> Iterator[Callable[[i
         total: how many units there are.
         unit: "B" for bytes, else a word in the plural ("tokens").
     """
-    if _verbosity < 0 or total <= 0 or not click.get_text_stream("stderr").isatty():
+    if _verbosity < 0 or total <= 0 or not sys.stderr.isatty():
         yield lambda count: None
         return
     start = time.monotonic()
@@ -105,7 +104,7 @@ def progress(label: str, total: int, *, unit: str = "B") -> Iterator[Callable[[i
     with click.progressbar(
         length=total,
         label=label,
-        file=click.get_text_stream("stderr"),
+        file=sys.stderr,
         item_show_func=rate,
         update_min_steps=max(total // 1000, 1),
     ) as bar:

@@ -31,7 +31,7 @@ class SchemaProblem:
 
 def load_schema(name: str) -> dict[str, Any]:
     """Load `schemas/NAME.schema.json`, from a wheel or an editable install."""
-    text = resources.files("eagle3pack").joinpath("schemas", f"{name}.schema.json").read_text("utf-8")
+    text = (resources.files("eagle3pack") / "schemas" / f"{name}.schema.json").read_text("utf-8")
     schema: dict[str, Any] = json.loads(text)
     return schema
 
