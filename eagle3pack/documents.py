@@ -1,4 +1,4 @@
-"""The JSON documents that the commands hand to each other, held against `schemas/`.
+"""JSON files: reading one that must hold an object, and holding one against `schemas/`.
 
 jsonschema is imported only when a document is held against a schema: it costs more than Click does.
 """
@@ -9,9 +9,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from eagle3pack.errors import InputError
+from eagle3pack.errors import InputError, PermissionDenied
+
+MAX_JSON_BYTES = 64 << 20  # an index of 100,000 tensors is under 16 MB; more is not a config
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +74,64 @@ def require_valid(document: Mapping[str, Any], name: str, *, where: str) -> None
 def to_json(document: Mapping[str, Any]) -> str:
     """A document as it is written to disk: indented, keys in their order, a final newline."""
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that must hold one object.
+
+    Raises:
+        InputError: missing, too large, not UTF-8, not JSON, a key twice, or not an object.
+        PermissionDenied: the file may not be read.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise InputError(f"is {size:,} bytes, more than any JSON file of a draft", where=str(path))
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise InputError("does not exist", where=str(path)) from None
+    except PermissionError:
+        raise PermissionDenied("may not be read", where=str(path), hint="Check the file's mode.") from None
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
+    return parse_json_object(data, where=str(path))
+
+
+def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
+    """Parse bytes that must be one JSON object in UTF-8, every key once.
+
+    Raises:
+        InputError: they are not.
+    """
+    if data.startswith(b"version https://git-lfs"):
+        raise InputError(
+            "is a Git LFS pointer, not the file itself",
+            where=where,
+            hint="Run `git lfs pull` in that repository.",
+        )
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise InputError(f"is not UTF-8 text (byte {error.start})", where=where) from None
+    except RecursionError:
+        raise InputError("is nested too deeply", where=where) from None
+    except ValueError as error:  # json.JSONDecodeError is one
+        raise InputError(f"is not valid JSON ({error})", where=where) from None
+    if not isinstance(value, dict):
+        raise InputError(f"must hold a JSON object, found {describe(value)}", where=where)
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
+
+
+def describe(value: object) -> str:
+    """A JSON value in a message: its text, cut to a readable length."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eagle3pack.draft.fields import Fields, describe
+from eagle3pack.documents import describe
+from eagle3pack.draft.fields import Fields
 from eagle3pack.draft.rope import RopeConfig, parse_rope
 from eagle3pack.errors import InputError, UnsupportedDraftError
 

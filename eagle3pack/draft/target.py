@@ -14,7 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle3pack.draft.fields import Fields, parse_json_object, read_json_object
+from eagle3pack.documents import parse_json_object, read_json_object
+from eagle3pack.draft.fields import Fields
 from eagle3pack.draft.rope import RopeConfig, parse_rope
 from eagle3pack.errors import InputError
 
