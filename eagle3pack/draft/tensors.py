@@ -18,6 +18,7 @@ from eagle3pack.errors import InputError
 DtypeClass = Literal["float", "integer", "boolean"]
 
 _MIDLAYER = re.compile(r"^midlayer\.(?:(\d+)\.)?")
+_LAYER = re.compile(r"^layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,12 @@ def logical_name(name: str) -> str:
     """The logical name of a tensor, whatever prefix its producer writes."""
     name = name.removeprefix("model.")
     return _MIDLAYER.sub(lambda match: f"layers.{match[1] or 0}.", name)
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer that a logical name belongs to, or None."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
 
 
 def resolve_names(names: Iterable[str], *, where: str) -> dict[str, str]:
