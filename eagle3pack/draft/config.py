@@ -199,7 +199,9 @@ def _dialect(top: Fields) -> Dialect:
 
 def _architecture(top: Fields, layer: Fields, dialect: Dialect) -> tuple[str, bool]:
     """The architecture's name, and whether it norms queries and keys."""
-    known = sorted(LLAMA_ARCHITECTURES | QWEN3_ARCHITECTURES | SPECULATORS_ARCHITECTURES)
+    known = sorted(
+        SPECULATORS_ARCHITECTURES if dialect == "speculators" else LLAMA_ARCHITECTURES | QWEN3_ARCHITECTURES
+    )
     names = top.strings("architectures")
     if not names:
         raise top.wrong("architectures", f"a list with one of {', '.join(known)}")

@@ -128,7 +128,7 @@ def test_a_nested_key_is_named_with_its_path() -> None:
 
 def test_an_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(
-        InputError, match=r'architectures is \["MistralForCausalLM"\], expected one of Eagle3'
+        InputError, match=r'architectures is \["MistralForCausalLM"\], expected one of EAGLE3Llama'
     ):
         parse_draft_config(native_config(architectures=["MistralForCausalLM"]), where="c")
 

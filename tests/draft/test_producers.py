@@ -28,6 +28,23 @@ def test_a_stray_copy_at_the_top_follows() -> None:
     assert with_key_value_heads(parse_draft_config(raw, where="c"), 2)["num_key_value_heads"] == 2
 
 
+SAME_IN_THE_PORTABLE_FORM = [
+    "hidden_size",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "draft_vocab_size",
+    "rope",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "attention_bias",
+    "rms_norm_eps",
+    "aux_hidden_state_layer_ids",
+]
+
+
 @pytest.mark.parametrize(
     "raw", [native_config(use_cache=None), speculators_config()], ids=["native", "speculators"]
 )
@@ -35,21 +52,7 @@ def test_the_portable_form_means_the_same_and_leaves_no_default_to_an_engine(raw
     config = parse_draft_config(raw, where="c")
     portable = canonical_config(config, 2, config.aux_hidden_state_layer_ids, "bfloat16")
     again = parse_draft_config(portable, where="c")
-    for name in [
-        "hidden_size",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-        "draft_vocab_size",
-        "rope",
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "attention_bias",
-        "rms_norm_eps",
-        "aux_hidden_state_layer_ids",
-    ]:
+    for name in SAME_IN_THE_PORTABLE_FORM:
         assert getattr(again, name) == getattr(config, name), name
     assert again.num_key_value_heads == 2
     assert portable["architectures"] == ["LlamaForCausalLMEagle3"]
