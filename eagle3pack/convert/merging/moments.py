@@ -1,0 +1,54 @@
+"""What calibration tells about the attention input; files of it come from `calibration`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eagle3pack.convert.merging.metrics import Metric
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One stretch of attention inputs, drafted steps included.
+
+    Attributes:
+        x: the attention input, shape (T, In).
+        positions: integer, shape (T,).
+        visible: whether query t sees key s, bool, shape (T, T); None for causal.
+    """
+
+    x: Tensor
+    positions: Tensor
+    visible: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Statistics of one layer's attention input.
+
+    Attributes:
+        second_moment: E[x x'], shape (In, In).
+        mean: E[x], shape (In,).
+        distance_mass: attention mass of the source draft by distance, shape (distances,), or None.
+        samples: activations for refits and held-out errors.
+        num_tokens: that the averages were taken over.
+    """
+
+    second_moment: Tensor
+    mean: Tensor
+    distance_mass: Tensor | None = None
+    samples: tuple[Sample, ...] = ()
+    num_tokens: int = 0
+
+    def metric(self) -> Metric:
+        """The calibrated metric.
+
+        With fewer tokens than ten a dimension the off-diagonal part is mostly noise, so it is shrunk
+        by a tenth.
+        """
+        moment = self.second_moment
+        if self.num_tokens < 10 * len(moment):
+            moment = 0.9 * moment + 0.1 * moment.diagonal().diag()
+        return Metric("calibration", moment, self.mean)
