@@ -12,10 +12,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from eagle3pack.checkpoint.files import INDEX_FILE, PICKLE_INDEX_FILE, list_files, weight_pickles
 from eagle3pack.checkpoint.header import read_header
 from eagle3pack.checkpoint.opening import opened
+from eagle3pack.errors import ConflictError
 
 BLOCK_BYTES = 1 << 20
 
@@ -87,6 +89,56 @@ def hash_files(paths: Sequence[Path], on_bytes: Callable[[int], None] = ignore_b
             return dict(zip(paths, threads.map(lambda path: sha256_file(path, report), paths), strict=True))
         finally:
             stopped.set()  # after an error or Ctrl-C, threads end within a block, not within a file
+
+
+class FollowingSha256:
+    """Hashes a file right behind its writer, in a thread of its own: the bytes are still in memory.
+
+    Used as a context, so that an error in the writer ends the thread too.
+
+    Args:
+        descriptor: of the file, open for reading as well.
+        on_bytes: told how many more bytes were hashed; called from the thread.
+    """
+
+    def __init__(self, descriptor: int, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
+        self._descriptor = descriptor
+        self._on_bytes = on_bytes
+        self._cancelled = False
+        self._ends: SimpleQueue[int | None] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
+        self._result = self._threads.submit(self._follow)
+
+    def __enter__(self) -> FollowingSha256:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancelled = True
+        self._ends.put(None)
+        self._threads.shutdown()
+
+    def advance(self, end: int) -> None:
+        """Say that all bytes before an offset are in the file."""
+        self._ends.put(end)
+
+    def finish(self) -> str:
+        """Wait until all that was written is hashed, and return the sha256 in hexadecimal."""
+        self._ends.put(None)
+        return self._result.result()
+
+    def _follow(self) -> str:
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        position = 0
+        for end in iter(self._ends.get, None):
+            while position < end and not self._cancelled:
+                count = os.preadv(self._descriptor, [buffer[: end - position]], position)
+                if count == 0:
+                    raise ConflictError("an output file became shorter while it was written")
+                digest.update(buffer[:count])
+                position += count
+                self._on_bytes(count)
+        return digest.hexdigest()
 
 
 def draft_files(folder: Path) -> tuple[Path, ...]:
