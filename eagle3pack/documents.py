@@ -6,6 +6,7 @@ jsonschema is imported only when a document is held against a schema: it costs m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -72,8 +73,12 @@ def require_valid(document: Mapping[str, Any], name: str, *, where: str) -> None
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """A document as it is written to disk: indented, keys in their order, a final newline."""
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    """A document as it is written to disk: indented, lists of numbers on one line, a final newline."""
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    # A raw newline cannot stand inside a JSON string, so that this touches no text.
+    return (
+        re.sub(r'\[\n\s+([^\[\]{}"]*?)\n\s*\]', lambda list_: f"[{' '.join(list_[1].split())}]", text) + "\n"
+    )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+# Everything runs in a virtual environment of its own; `make quickstart` on a fresh machine needs Python only.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# On a machine without a GPU: make ... PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_ARGS ?=
+
+.PHONY: quickstart test lint bench wheel-test clean
+
+quickstart: $(VENV)/installed ## convert a real draft
+	$(BIN)/python examples/quickstart/run.py
+
+test: $(VENV)/installed-dev ## the fast tests
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/installed-dev ## style, layering and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/installed-dev ## figures of the README; FULL=1 for the published size
+	$(BIN)/python benchmarks/convert.py $(if $(FULL),--full)
+
+wheel-test: $(VENV)/installed-dev ## build the wheel and try it without the repository
+	sh tools/wheel_test.sh $(BIN)/python
+
+clean:
+	rm -rf $(VENV) .cache out build dist
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[dev]'
+	touch $@

@@ -1,0 +1,61 @@
+"""`eagle3pack convert`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from eagle3pack import console
+from eagle3pack.cli.options import ByteSize, common_options
+
+
+@click.command()
+@click.argument("source")
+@click.argument("out", type=click.Path())
+@click.option("--num-kv-heads", type=int, metavar="N", help="Key/value heads of the new draft.")
+@click.option("--target", metavar="TARGET", help="Target model; without --num-kv-heads its number is taken.")
+@click.option(
+    "--method",
+    type=click.Choice(["mean", "first"]),
+    default="mean",
+    show_default=True,
+    help="How the heads of a group become one.",
+)
+@click.option("--canonical", is_flag=True, help="Write the portable config.json and tensor names.")
+@click.option(
+    "--layout",
+    type=click.Choice(["keep", "midlayer", "layers"]),
+    default="keep",
+    show_default=True,
+    help="Prefix of the first layer's tensors.",
+)
+@click.option("--strip-shared", is_flag=True, help="Leave out what equals the target's (needs --target).")
+@click.option(
+    "--shard-size", type=ByteSize(), default="5GB", show_default=True, help="Split files above this."
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--hash-source", is_flag=True, help="Record the sha256 of the source's files too.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--no-hash", is_flag=True, hidden=True, help="For benchmarks: leave digests null.")
+@common_options
+def convert(source: str, out: str, as_json: bool, **options: Any) -> None:
+    """Turn the MHA draft SOURCE into a GQA one in OUT.
+
+    SOURCE is a folder, hf:ORG/NAME[@REVISION] or ms:ORG/NAME[@REVISION]. Only the key and value projections
+    change; every other tensor keeps its bytes, and eagle3pack.json beside the weights records what was done.
+
+    \b
+    Examples:
+      eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4
+      eagle3pack convert hf:org/draft ./draft-gqa --target org/target --strip-shared
+    """
+    from eagle3pack.convert.command import ConvertOptions, run_convert
+
+    result = run_convert(source, out, ConvertOptions(**options), say=console.say, progress=console.progress)
+    if as_json:
+        console.print_json(result.as_json())
+    else:
+        console.say(result.as_text())
+    for warning in result.warnings:
+        console.warn(warning)

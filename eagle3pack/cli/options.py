@@ -1,0 +1,66 @@
+"""Options and parameter types that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from eagle3pack import console
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+class ByteSize(click.ParamType):
+    """A size such as 5GB, 500MB, 2GiB; powers of ten as hubs count, or of two with an i."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse the text to bytes."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?\s*", str(value).upper())
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+        if size < 1:
+            self.fail(f"{value!r} is no size; write for example 5GB, 500MB or 2GiB", param, ctx)
+        return size
+
+
+def common_options(command: Command) -> Command:
+    """Add --json, -v and -q."""
+    for option in (
+        click.option(
+            "-q", "--quiet", is_flag=True, expose_value=False, callback=_quiet, help="Say only errors."
+        ),
+        click.option(
+            "-v", "--verbose", is_flag=True, expose_value=False, callback=_verbose, help="Say more."
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+    ):
+        command = option(command)
+    return command
+
+
+def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        console.set_verbosity(-1)
+
+
+def _verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        console.set_verbosity(1)

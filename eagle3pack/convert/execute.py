@@ -1,0 +1,150 @@
+"""Carrying a plan out: stream, hash, prove; the output folder appears complete or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3pack.checkpoint.files import INDEX_FILE, Checkpoint, open_checkpoint
+from eagle3pack.checkpoint.reading import read_part
+from eagle3pack.checkpoint.writer import PlannedTensor, index_json, verify_written, write_file
+from eagle3pack.convert.plan import Plan, PooledTensor
+from eagle3pack.convert.pooling import GroupError, pool_heads
+from eagle3pack.convert.record import OutputFile
+from eagle3pack.documents import read_json_object
+from eagle3pack.draft.config import parse_draft_config
+from eagle3pack.draft.tensors import expected_tensors, resolve_names
+from eagle3pack.errors import InputError, MismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a conversion wrote.
+
+    Attributes:
+        files: config.json, weights and index.
+        errors: name in the output -> error of each pooled group.
+    """
+
+    files: tuple[OutputFile, ...]
+    errors: Mapping[str, tuple[GroupError, ...]]
+
+
+def write_output(
+    plan: Plan, source: Path, folder: Path, *, on_bytes: Callable[[int], None], hashing: bool
+) -> Written:
+    """Write config.json, the weight files and their index into a folder.
+
+    Args:
+        plan: what to write.
+        source: the source folder.
+        folder: exists and is empty.
+        on_bytes: told how many bytes were written.
+        hashing: compute the sha256 of every file.
+
+    Raises:
+        InputError: NaN or infinity in a tensor that is pooled.
+        TransportError: the disk is full.
+    """
+    errors: dict[str, tuple[GroupError, ...]] = {}
+
+    def compute(planned: PlannedTensor) -> Iterator[bytes]:
+        found: list[GroupError] = []
+        yield from _pool(plan, plan.pooled[planned.name], found)
+        errors[planned.name] = tuple(found)
+
+    files = []
+    for planned in plan.files:
+        file = write_file(planned, folder, compute, on_bytes=on_bytes, hashing=hashing)
+        files.append(OutputFile(file.name, file.nbytes, file.sha256))
+    if len(plan.files) > 1:
+        (folder / INDEX_FILE).write_bytes(index_json(plan.files))
+        files.append(_small_file(folder / INDEX_FILE, hashing))
+    config = folder / "config.json"
+    if plan.config_changed:
+        # As transformers writes it, so that a diff against the source shows the change alone.
+        config.write_text(json.dumps(plan.after.raw, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    else:
+        shutil.copyfile(source / "config.json", config)
+    files.append(_small_file(config, hashing))
+    return Written(tuple(files), errors)
+
+
+def _small_file(path: Path, hashing: bool) -> OutputFile:
+    data = path.read_bytes()
+    return OutputFile(path.name, len(data), hashlib.sha256(data).hexdigest() if hashing else None)
+
+
+def _pool(plan: Plan, pooled: PooledTensor, errors: list[GroupError]) -> Iterator[bytes]:
+    entry = pooled.source
+    parts = pool_heads(
+        lambda offset, nbytes: read_part(entry, offset, nbytes),
+        method=plan.request.method,
+        dtype=entry.dtype,
+        num_heads=pooled.num_heads,
+        num_groups=pooled.num_groups,
+        head_bytes=pooled.head_bytes,
+        row_bytes=pooled.row_bytes,
+    )
+    try:
+        for part in parts:
+            if isinstance(part, GroupError):
+                errors.append(part)
+            else:
+                yield part
+    except FloatingPointError:
+        raise InputError(
+            f"the tensor {entry.name} holds NaN or infinity",
+            where=str(entry.path),
+            hint="It was never trained or is damaged; export the draft again.",
+        ) from None
+
+
+def prove(plan: Plan, folder: Path) -> Checkpoint:
+    """Check what was written: it describes itself, and unchanged tensors have the source's bytes.
+
+    Raises:
+        MismatchError: it does not; this is a fault of the disk or of this program.
+    """
+    checkpoint = open_checkpoint(folder)
+    config_path = folder / "config.json"
+    config = parse_draft_config(read_json_object(config_path), where=str(config_path))
+    names = resolve_names(checkpoint.tensors, where=str(folder))
+    if config != plan.after:
+        raise MismatchError("config.json does not read back as planned", where=str(folder))
+    for spec in expected_tensors(config).values():
+        if spec.name in names and checkpoint.tensors[names[spec.name]].shape != spec.shape:
+            raise MismatchError(f"{names[spec.name]} has another shape than planned", where=str(folder))
+    verify_written(plan.files, folder)
+    return checkpoint
+
+
+def copy_companions(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    """Copy the files beside the weights that are part of the model: tokenizer, license and the like.
+
+    Hidden files, caches, optimizer and trainer state match none of the patterns.
+
+    Returns:
+        Their names.
+
+    Raises:
+        InputError: one is a symlink that leads out of the folder, and not into the blobs of a hub's cache:
+            what is copied here is published later.
+    """
+    names = sorted({path.name for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+    root = source.resolve()
+    allowed = (root, root.parent.parent / "blobs")  # models--ORG--NAME/{blobs,snapshots/REVISION}
+    for name in names:
+        real = (source / name).resolve()
+        if not any(real.is_relative_to(folder_) for folder_ in allowed):
+            raise InputError(
+                f"is a symlink to {real}, outside the draft's folder",
+                where=str(source / name),
+                hint="Replace it by the file itself, or remove it.",
+            )
+        shutil.copyfile(source / name, folder / name)
+    return names

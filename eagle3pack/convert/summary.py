@@ -1,0 +1,150 @@
+"""What a conversion did, or would do, in a few lines and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3pack.checkpoint.files import Checkpoint
+from eagle3pack.convert.plan import FLOAT_DTYPES, Plan, count_parameters, kv_bytes_per_token
+
+RETRAIN_WARNING = (
+    "a pooled draft is a starting point: it accepts far fewer tokens than its source until it is retrained "
+    "(the published MiniMax-M3 GQA head was)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The result of `eagle3pack convert`.
+
+    Attributes:
+        plan: what was done.
+        source: as the user wrote it.
+        out: the output folder.
+        written: false for a dry run.
+        before, after: parameters, bytes of all tensors, key/value heads, KV bytes a token.
+        not_stripped: logical name -> why it stays in the draft although --strip-shared was given.
+        copied_files: files beside the weights that were copied.
+        digest: the draft's, None for a dry run or without hashing.
+        group_errors: mean relative error of K and V over all heads, None where nothing was pooled.
+        warnings: what the user should not overlook.
+    """
+
+    plan: Plan
+    source: str
+    out: str
+    written: bool
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    not_stripped: Mapping[str, str] = field(default_factory=dict)
+    copied_files: Sequence[str] = ()
+    digest: str | None = None
+    group_errors: Mapping[str, float] | None = None
+    warnings: Sequence[str] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON object of `--json`."""
+        plan = self.plan
+        return {
+            "source": self.source,
+            "out": self.out,
+            "written": self.written,
+            "method": plan.request.method if plan.pooled else "copy",
+            "num_attention_heads": plan.before.num_attention_heads,
+            "before": dict(self.before),
+            "after": dict(self.after),
+            "changed_tensors": list(plan.changed_tensors),
+            "renamed_tensors": dict(plan.renamed),
+            "dropped_tensors": [
+                {"name": name, "reason": dropped.reason, "bytes": dropped.nbytes}
+                for name, dropped in plan.dropped.items()
+            ],
+            "not_stripped": dict(self.not_stripped),
+            "files": [file.name for file in plan.files],
+            "copied_files": list(self.copied_files),
+            "mean_relative_error": None if self.group_errors is None else dict(self.group_errors),
+            "draft_digest": self.digest,
+            "warnings": list(self.warnings),
+        }
+
+    def as_text(self) -> str:
+        """A few lines for people."""
+        before, after = self.before, self.after
+        heads = self.plan.before.num_attention_heads
+        rows = [
+            (
+                "key/value heads",
+                f"{before['key_value_heads']}",
+                f"{after['key_value_heads']}",
+                f"of {heads} query heads",
+            ),
+            ("parameters", _billions(before["parameters"]), _billions(after["parameters"]), ""),
+            ("weights", _gigabytes(before["bytes"]), _gigabytes(after["bytes"]), ""),
+            (
+                "draft KV cache a token",
+                f"{before['kv_bytes_per_token']:,} B",
+                f"{after['kv_bytes_per_token']:,} B",
+                _times_smaller(before["kv_bytes_per_token"], after["kv_bytes_per_token"]),
+            ),
+        ]
+        verb = "converted" if self.written else "would convert"
+        lines = [f"{verb} {self.source} -> {self.out}"]
+        lines += [f"  {label:<24}{old:>12} -> {new:<12}{note}".rstrip() for label, old, new, note in rows]
+        lines += [f"  {label:<24}{text}" for label, text in self._details()]
+        return "\n".join(lines)
+
+    def _details(self) -> list[tuple[str, str]]:
+        plan = self.plan
+        details = []
+        if plan.pooled:
+            details.append(("changed", f"{', '.join(plan.changed_tensors)} (--method {plan.request.method})"))
+        else:
+            details.append(("changed", "no tensor; the weights are copied"))
+        if self.group_errors:
+            text = ", ".join(f"{name} {value:.2f}" for name, value in self.group_errors.items())
+            details.append(("relative error a head", f"{text} (mean over all heads; 0 is exact)"))
+        if plan.renamed:
+            details.append(("renamed", f"{len(plan.renamed)} tensors"))
+        details += [
+            ("left out", f"{name} ({_gigabytes(dropped.nbytes)}): {dropped.reason}")
+            for name, dropped in plan.dropped.items()
+        ]
+        details += [("not left out", f"{name}: {why}") for name, why in self.not_stripped.items()]
+        details.append(("files", ", ".join([*(file.name for file in plan.files), *self.copied_files])))
+        if self.digest:
+            details.append(("draft digest", self.digest))
+        return details
+
+
+def measure(checkpoint: Checkpoint, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+    """Parameters, bytes, heads and KV bytes of the source and of the output."""
+    old = list(checkpoint.tensors.values())
+    new = [tensor for file in plan.files for tensor in file.tensors]
+    itemsize = FLOAT_DTYPES[next(entry.dtype for entry in old if entry.dtype in FLOAT_DTYPES)][1]
+    before = {
+        "key_value_heads": plan.before.num_key_value_heads,
+        "parameters": count_parameters([(entry.dtype, entry.shape) for entry in old]),
+        "bytes": sum(entry.nbytes for entry in old),
+        "kv_bytes_per_token": kv_bytes_per_token(plan.before, itemsize),
+    }
+    after = {
+        "key_value_heads": plan.after.num_key_value_heads,
+        "parameters": count_parameters([(tensor.dtype, tensor.shape) for tensor in new]),
+        "bytes": sum(tensor.nbytes for tensor in new),
+        "kv_bytes_per_token": kv_bytes_per_token(plan.after, itemsize),
+    }
+    return before, after
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _times_smaller(before: int, after: int) -> str:
+    return f"{before / after:g}x smaller" if after < before else ""
