@@ -76,12 +76,12 @@ def new_folder(out: Path, *, overwrite: bool, nbytes: int = 0) -> Iterator[Path]
     place = Path(os.path.realpath(out))  # what a symlink points to is replaced, not the symlink
     with _explained(out, place, nbytes):
         _finish_swap(place)
-        _require_free(place, out, overwrite)
+        require_free(out, overwrite=overwrite)
         with _parents(place), _locked(_sibling(place), out) as temporary:
             try:
                 yield temporary
                 _sync_tree(temporary)
-                _require_free(place, out, overwrite)
+                require_free(out, overwrite=overwrite)
                 _move(temporary, place)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)  # after an error ours, after a swap the old one
@@ -91,8 +91,15 @@ def _sibling(place: Path, suffix: str = "") -> Path:
     return place.with_name(f".{place.name}.eagle3pack{suffix}")
 
 
-def _require_free(place: Path, out: Path, overwrite: bool) -> None:
-    """Raise unless OUT is free, or may be replaced."""
+def require_free(out: Path, *, overwrite: bool) -> None:
+    """Raise unless OUT is free, or may be replaced.
+
+    `new_folder` asks this itself; asked before a long download it spares that.
+
+    Raises:
+        ConflictError: it is not.
+    """
+    place = Path(os.path.realpath(out))
     where = f"OUT {out}"
     if not os.path.lexists(place):
         return

@@ -234,27 +234,53 @@ def write_file(
         InputError: a source cannot be read.
         OSError: the disk is full or the folder cannot be written; `new_folder` puts it in words.
     """
-    pieces = plan_pieces(planned)
+    return _write_pieces(
+        folder / planned.name, planned.header, plan_pieces(planned), compute, on_bytes, hashing
+    )
+
+
+def copy_file(
+    source: Path, folder: Path, *, on_bytes: Callable[[int], None] = ignore_bytes, hashing: bool = True
+) -> WrittenFile:
+    """Copy a weight file as it is, its header included; otherwise as `write_file`."""
+    whole = Piece(0, source.stat().st_size, source)
+    return _write_pieces(folder / source.name, b"", (whole,), _nothing_to_compute, on_bytes, hashing)
+
+
+def _nothing_to_compute(tensor: PlannedTensor) -> Iterable[Buffer]:
+    raise AssertionError(f"{tensor.name} is copied")
+
+
+def _write_pieces(
+    path: Path,
+    header: bytes,
+    pieces: Sequence[Piece],
+    compute: Compute,
+    on_bytes: Callable[[int], None],
+    hashing: bool,
+) -> WrittenFile:
+    """Write a header and the pieces that follow it; see `write_file`."""
+    nbytes = len(header) + sum(piece.nbytes for piece in pieces)
     with ExitStack() as stack:
-        target = stack.enter_context(_created(folder / planned.name))
+        target = stack.enter_context(_created(path))
         paths = dict.fromkeys(piece.path for piece in pieces if piece.path is not None)
-        sources = {path: stack.enter_context(_unchanging(path)) for path in paths}
+        sources = {source: stack.enter_context(_unchanging(source)) for source in paths}
         left = [rest for piece in pieces for rest in _share(piece, sources, target)]
         for piece in left:
             if not reserve(target, piece.start, piece.nbytes):
                 break
         follower = stack.enter_context(FollowingSha256(target, on_bytes)) if hashing else None
         report = follower.advance if follower else _increments(on_bytes)
-        _write(target, planned.header, 0)
+        _write(target, header, 0)
         for piece in left:
             position = piece.start
             report(position)  # whatever lies before it is written, or shared
             for count in _fill(piece, sources, target, compute):
                 position += count
                 report(position)
-        report(planned.nbytes)
+        report(nbytes)
         os.fsync(target)
-        return WrittenFile(planned.name, planned.nbytes, follower.finish() if follower else None)
+        return WrittenFile(path.name, nbytes, follower.finish() if follower else None)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle3pack.checkpoint.digest import header_sha256, sha256_file
 from eagle3pack.checkpoint.files import Checkpoint, open_checkpoint
-from eagle3pack.checkpoint.folder import new_folder, require_separate
+from eagle3pack.checkpoint.folder import new_folder, require_free, require_separate
 from eagle3pack.convert.examine import shared_with_target, target_names, vocabulary_map_is_identity
 from eagle3pack.convert.execute import copy_companions, prove, write_output
 from eagle3pack.convert.plan import (
@@ -82,6 +82,8 @@ def run_convert(
     if options.strip_shared and options.target is None:
         raise UsageError("needs the target to compare with", where="--strip-shared", hint="Give --target.")
     out = Path(out_text)
+    if not options.dry_run:
+        require_free(out, overwrite=options.overwrite)  # before a long download, not after it
     target = resolve_target(options.target) if options.target else None
     if target is not None and target.bundled:
         say(f"target {target.name}: using the shape that came with this package ({target.bundled_from})")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from eagle3pack.checkpoint.files import INDEX_FILE, Checkpoint, open_checkpoint
 from eagle3pack.checkpoint.reading import read_part
-from eagle3pack.checkpoint.writer import PlannedTensor, index_json, verify_written, write_file
+from eagle3pack.checkpoint.writer import PlannedTensor, copy_file, index_json, verify_written, write_file
 from eagle3pack.convert.plan import Plan, PooledTensor
 from eagle3pack.convert.pooling import GroupError, pool_heads
 from eagle3pack.convert.record import OutputFile
@@ -57,11 +57,14 @@ def write_output(
         yield from _pool(plan, plan.pooled[planned.name], found)
         errors[planned.name] = tuple(found)
 
-    files = []
-    for planned in plan.files:
-        file = write_file(planned, folder, compute, on_bytes=on_bytes, hashing=hashing)
-        files.append(OutputFile(file.name, file.nbytes, file.sha256))
-    if len(plan.files) > 1:
+    if plan.verbatim:
+        written = [copy_file(path, folder, on_bytes=on_bytes, hashing=hashing) for path in plan.verbatim]
+    else:
+        written = [
+            write_file(planned, folder, compute, on_bytes=on_bytes, hashing=hashing) for planned in plan.files
+        ]
+    files = [OutputFile(file.name, file.nbytes, file.sha256) for file in written]
+    if len(plan.files) > 1 and not plan.verbatim:
         (folder / INDEX_FILE).write_bytes(index_json(plan.files))
         files.append(_small_file(folder / INDEX_FILE, hashing))
     config = folder / "config.json"
@@ -119,7 +122,8 @@ def prove(plan: Plan, folder: Path) -> Checkpoint:
     for spec in expected_tensors(config).values():
         if spec.name in names and checkpoint.tensors[names[spec.name]].shape != spec.shape:
             raise MismatchError(f"{names[spec.name]} has another shape than planned", where=str(folder))
-    verify_written(plan.files, folder)
+    if not plan.verbatim:
+        verify_written(plan.files, folder)
     return checkpoint
 
 

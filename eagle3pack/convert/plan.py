@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from eagle3pack.checkpoint.files import Checkpoint
@@ -110,6 +111,7 @@ class Plan:
         renamed: name in the source -> name in the output, where they differ.
         dropped: by name in the source, what is left out.
         unknown: names that are no tensors of an EAGLE3 draft; copied as they are.
+        verbatim: the source's weight files and index, where they are copied as they are.
     """
 
     request: Request
@@ -121,10 +123,13 @@ class Plan:
     renamed: Mapping[str, str]
     dropped: Mapping[str, DroppedTensor]
     unknown: tuple[str, ...]
+    verbatim: tuple[Path, ...] = ()
 
     @property
     def output_bytes(self) -> int:
         """Bytes of the weight files to be written."""
+        if self.verbatim:
+            return sum(path.stat().st_size for path in self.verbatim)
         return sum(file.nbytes for file in self.files)
 
     @property
@@ -262,6 +267,7 @@ def plan_conversion(
         else:
             tensors.append(PlannedTensor(name, entry.dtype, entry.shape, entry))
     known = expected_tensors(config)
+    is_copy = not (pooled or renamed or dropped) and _fits_as_it_is(checkpoint, request.shard_bytes)
     return Plan(
         request=request,
         before=config,
@@ -272,7 +278,21 @@ def plan_conversion(
         renamed=renamed,
         dropped=dropped,
         unknown=tuple(actual for actual, name in logical.items() if name not in known),
+        verbatim=_weight_files(checkpoint) if is_copy else (),
     )
+
+
+def _fits_as_it_is(checkpoint: Checkpoint, shard_bytes: int) -> bool:
+    """The files are safetensors, and none is above the size at which files are split."""
+    return all(
+        header.data_start > 0 and (header.file_bytes <= shard_bytes or len(header.tensors) == 1)
+        for header in checkpoint.headers
+    )
+
+
+def _weight_files(checkpoint: Checkpoint) -> tuple[Path, ...]:
+    index = (checkpoint.index_path,) if checkpoint.index_path else ()
+    return (*(header.path for header in checkpoint.headers), *index)
 
 
 def name_in_layout(actual: str, logical: str, layout: Layout) -> str:
