@@ -87,7 +87,9 @@ def _write_checkpoint(source: Path, built: Path) -> None:
 
 def main() -> int:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder to write")
     try:
         print(make_smollm2_target(parser.parse_args().out))

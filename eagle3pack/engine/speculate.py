@@ -1,0 +1,418 @@
+"""Chain drafting: the draft proposes k tokens one after another, the target checks them in one forward.
+
+Greedy text is the target's own, token for token. One round of a request:
+
+1. propose: the draft's first token is at hand from the round before; k - 1 more steps feed its own
+   hidden state back.
+2. check: the target reads the last token and the k proposals; the longest prefix that it would have
+   written itself is accepted, and its own next token is added.
+3. catch up: the draft reads the accepted tokens again, now with the target's true states, which
+   replaces its keys and values of step 1, and yields the first proposal of the next round.
+
+Counting follows vLLM 0.32 (v1/core/sched/scheduler.py): the first token comes from the prompt and is
+no draft; accepted tokens beyond a stop token or the length limit count as accepted, but not as output.
+
+Sources: Leviathan et al. 2023, arXiv:2211.17192; EAGLE-3, arXiv:2503.01840; vLLM 0.32
+v1/spec_decode/llm_base_proposer.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eagle3pack.engine.counters import Counters
+from eagle3pack.engine.draft_model import DraftModel, DraftOutput
+from eagle3pack.engine.kv_cache import KeyValueCache
+from eagle3pack.engine.target import Target, TargetOutput
+from eagle3pack.errors import UsageError
+
+PREFILL_TOKENS = 512  # tokens of a prompt that are read at once: bounds the memory of masks and states
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to generate.
+
+    Attributes:
+        max_tokens: tokens a request returns at most.
+        num_speculative_tokens: k; without a draft it is not used.
+        batch_size: requests in flight at once.
+        temperature: 0 is greedy; above it, tokens are drawn from the target's own distribution.
+        seed: of the draws.
+        ignore_stop_ids: generate max_tokens whatever the target says.
+    """
+
+    max_tokens: int = 128
+    num_speculative_tokens: int = 3
+    batch_size: int = 16
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_stop_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a run made, and what it took.
+
+    Attributes:
+        outputs: token ids of each prompt's answer, the stop token included where there was one.
+        counters: of each prompt.
+        seconds: wall time of everything.
+        target_seconds: of that, inside the target's forwards.
+        draft_seconds: of that, inside the draft's.
+    """
+
+    outputs: tuple[tuple[int, ...], ...]
+    counters: tuple[Counters, ...]
+    seconds: float
+    target_seconds: float
+    draft_seconds: float
+
+    @property
+    def overhead(self) -> float:
+        """Share of the wall time that was spent outside the forwards."""
+        return 1 - (self.target_seconds + self.draft_seconds) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPass:
+    """One pass of the draft, for whoever wants its activations (calibration).
+
+    An entry at position p pairs the state after token p with token p + 1. Entries of step 0 see all
+    entries of step 0 before them; entries of step s see those up to position p - s, and the entries of
+    steps 1 to s - 1 of the same round in between.
+
+    Attributes:
+        step: 0 for true states of the target, s for the s-th fed-back hidden state.
+        requests: index of each row's prompt.
+        token_ids: (rows, width).
+        positions: (rows, width).
+        hidden: what the first layer read beside the embeddings, (rows, width, H).
+        widths: how many entries of each row are real; the rest are rejected tokens.
+    """
+
+    step: int
+    requests: tuple[int, ...]
+    token_ids: Tensor
+    positions: Tensor
+    hidden: Tensor
+    widths: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request in flight; its place in the batch is its row in both caches."""
+
+    index: int
+    prompt: Sequence[int]
+    output: list[int] = field(default_factory=list)
+    drafts: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    accepted: int = 0  # in the last round
+
+    @property
+    def next_position(self) -> int:
+        """Position of the last token, which the target has not read yet."""
+        return len(self.prompt) + len(self.output) - 1
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Time inside forwards; on a GPU the queue is emptied before each look at the clock."""
+
+    device: torch.device
+    target: float = 0.0
+    draft: float = 0.0
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def of_target(self) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.target += self.now() - start
+
+    @contextmanager
+    def of_draft(self) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.draft += self.now() - start
+
+
+def generate(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    *,
+    draft: DraftModel | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+    on_draft_pass: Callable[[DraftPass], None] | None = None,
+) -> Generation:
+    """Answer prompts, with a draft or without one.
+
+    Args:
+        target: the target; with a draft, it captures that draft's layers from then on.
+        prompts: token ids.
+        settings: limits and sampling.
+        draft: loaded for this target (`load_draft(..., target=target)`).
+        on_tokens: called with the number of new output tokens.
+        on_draft_pass: called with each pass of the draft; tensors are the engine's own and must not be
+            changed, and are overwritten by nothing later.
+
+    Raises:
+        UsageError: a prompt is empty, holds ids the target does not know, or leaves no room for max_tokens.
+        InputError: the draft does not fit the target.
+    """
+    _require_room(target, prompts, settings)
+    if draft is not None:
+        target.capture_for(draft.config, where=draft.where)
+    run = _Run(target, draft, settings, on_tokens, on_draft_pass)
+    start = run.clock.now()
+    with torch.inference_mode():
+        requests = run.answer(prompts)
+    seconds = run.clock.now() - start
+    return Generation(
+        outputs=tuple(tuple(request.output) for request in requests),
+        counters=tuple(_counters(request, run.num_speculative_tokens) for request in requests),
+        seconds=seconds,
+        target_seconds=run.clock.target,
+        draft_seconds=run.clock.draft,
+    )
+
+
+class _Run:
+    """The batch in flight: requests, both caches, and the first proposal of each request."""
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DraftModel | None,
+        settings: Settings,
+        on_tokens: Callable[[int], None] | None,
+        on_draft_pass: Callable[[DraftPass], None] | None,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.settings = settings
+        self.num_speculative_tokens = settings.num_speculative_tokens if draft is not None else 0
+        self.stop_ids = frozenset[int]() if settings.ignore_stop_ids else target.stop_ids
+        self.clock = _Clock(target.device)
+        self._on_tokens = on_tokens or (lambda count: None)
+        self._on_draft_pass = on_draft_pass
+        self._generator = torch.Generator(target.device).manual_seed(settings.seed)
+        self._active: list[_Request] = []
+        self._target_cache = KeyValueCache(settings.batch_size, target.device)
+        self._draft_cache = KeyValueCache(settings.batch_size, target.device)
+        hidden_size = draft.config.hidden_size if draft is not None else 0
+        self._first = torch.zeros(settings.batch_size, dtype=torch.long, device=target.device)
+        self._feedback = torch.zeros(
+            (settings.batch_size, hidden_size), dtype=target.dtype, device=target.device
+        )
+
+    def answer(self, prompts: Sequence[Sequence[int]]) -> list[_Request]:
+        """Answer all prompts; rows that become free are filled in the order of the prompts."""
+        requests = [
+            _Request(index, prompt, accepted_per_position=[0] * self.num_speculative_tokens)
+            for index, prompt in enumerate(prompts)
+        ]
+        waiting = deque(requests if self.settings.max_tokens else [])
+        while waiting or self._active:
+            while waiting and len(self._active) < self.settings.batch_size:
+                self._admit(waiting.popleft())
+            if self._active:
+                self._round()
+        return requests
+
+    def _admit(self, request: _Request) -> None:
+        """Read a prompt into the next free row."""
+        longest = len(request.prompt) + self.settings.max_tokens + self.num_speculative_tokens + 1
+        self._target_cache.reserve(longest)
+        self._draft_cache.reserve(longest)
+        row = len(self._active)
+        tokens = torch.tensor([request.prompt], device=self.target.device)
+        for start in range(0, tokens.shape[1], PREFILL_TOKENS):
+            chunk = tokens[:, start : start + PREFILL_TOKENS]
+            following = tokens[:, start + 1 : start + 1 + PREFILL_TOKENS]
+            checked = self._read(chunk, row, [start], kept=slice(-1, None))
+            if following.shape[1] < chunk.shape[1]:  # the last chunk: what follows is the first new token
+                first = self._pick(checked.logits)
+                following = torch.cat((following, first), dim=1)
+                self._keep(request, first[0].tolist())
+            if self.draft is not None:
+                width = chunk.shape[1]
+                drafted = self._catch_up(checked.states, following, row, [start], [request], [width])
+                self._remember(row, drafted, [width - 1])
+        if not self._finished(request):
+            self._active.append(request)
+
+    def _round(self) -> None:
+        """One round of all requests in flight."""
+        requests = self._active
+        count = len(requests)
+        starts = [request.next_position for request in requests]
+        last = torch.tensor([[request.output[-1]] for request in requests], device=self.target.device)
+        proposed = self._propose(starts)
+        checked = self._read(torch.cat((last, proposed), dim=1), 0, starts)
+        picked = self._pick(checked.logits)  # (rows, k + 1)
+        agreed = (picked[:, :-1] == proposed).int().cumprod(dim=1).sum(dim=1).tolist()
+        for request, accepted, tokens in zip(requests, agreed, picked.tolist(), strict=True):
+            request.accepted = accepted
+            if self.draft is not None:
+                request.drafts += 1
+                for position in range(accepted):
+                    request.accepted_per_position[position] += 1
+            self._keep(request, tokens[: accepted + 1])
+        rows = self._drop_finished()
+        if self.draft is None or not rows:
+            return
+        if len(rows) < count:
+            picked, states = picked[rows], checked.states[rows]
+        else:
+            states = checked.states
+        ends = [request.accepted for request in self._active]
+        width = max(ends) + 1  # what lies beyond was rejected by every request
+        starts = [starts[row] for row in rows]
+        widths = [end + 1 for end in ends]
+        drafted = self._catch_up(states[:, :width], picked[:, :width], 0, starts, self._active, widths)
+        self._remember(0, drafted, ends)
+
+    def _propose(self, starts: Sequence[int]) -> Tensor:
+        """Draft k tokens a request, (rows, k) in the target's ids."""
+        count = len(starts)
+        if self.draft is None:
+            return torch.empty((count, 0), dtype=torch.long, device=self.target.device)
+        tokens = [self._first[:count, None]]
+        hidden = self._feedback[:count, None]
+        for step in range(1, self.num_speculative_tokens):
+            # entry of the last accepted token stands at starts - 1; step s comes s positions later
+            at = [start - 1 + step for start in starts]
+            drafted = self._draft_forward(tokens[-1], hidden, 0, at, self._active, step, [1] * count)
+            with self.clock.of_draft():
+                tokens.append(self.draft.greedy(drafted.normed))
+            hidden = drafted.feedback
+        return torch.cat(tokens, dim=1)
+
+    def _read(
+        self, tokens: Tensor, first_row: int, starts: Sequence[int], kept: slice = slice(None)
+    ) -> TargetOutput:
+        positions = self._target_cache.at(first_row, starts, tokens.shape[1])
+        with self.clock.of_target():
+            return self.target.forward(tokens, positions, self._target_cache, kept)
+
+    def _catch_up(
+        self,
+        states: Tensor,
+        following: Tensor,
+        first_row: int,
+        starts: Sequence[int],
+        requests: Sequence[_Request],
+        widths: Sequence[int],
+    ) -> DraftOutput:
+        """Read tokens into the draft with the target's true states."""
+        assert self.draft is not None
+        with self.clock.of_draft():
+            hidden = self.draft.fuse(states)
+        return self._draft_forward(following, hidden, first_row, starts, requests, 0, widths)
+
+    def _draft_forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        first_row: int,
+        starts: Sequence[int],
+        requests: Sequence[_Request],
+        step: int,
+        widths: Sequence[int],
+    ) -> DraftOutput:
+        assert self.draft is not None
+        positions = self._draft_cache.at(first_row, starts, tokens.shape[1])
+        with self.clock.of_draft():
+            output: DraftOutput = self.draft(tokens, hidden, positions, self._draft_cache)
+        if self._on_draft_pass is not None:
+            indices = tuple(request.index for request in requests)
+            self._on_draft_pass(DraftPass(step, indices, tokens, positions, hidden, tuple(widths)))
+        return output
+
+    def _remember(self, first_row: int, drafted: DraftOutput, ends: Sequence[int]) -> None:
+        """Keep the first proposal and the hidden state after each row's last real entry."""
+        assert self.draft is not None
+        rows = torch.arange(len(ends), device=self.target.device)
+        last = torch.tensor(ends, device=self.target.device)
+        with self.clock.of_draft():
+            first = self.draft.greedy(drafted.normed[rows, last])
+        self._first[first_row : first_row + len(ends)] = first
+        self._feedback[first_row : first_row + len(ends)] = drafted.feedback[rows, last]
+
+    def _pick(self, logits: Tensor) -> Tensor:
+        """The target's own next tokens, (B, T).
+
+        Accepting a proposal exactly where it equals a draw from the target leaves the distribution of
+        the text the target's own: it is rejection sampling against a draft that is sure of itself.
+        """
+        if not self.settings.temperature:
+            return logits.argmax(dim=-1)
+        chances = torch.softmax(logits.float() / self.settings.temperature, dim=-1)
+        drawn = torch.multinomial(chances.flatten(0, 1), 1, generator=self._generator)
+        return drawn.view(logits.shape[:2])
+
+    def _keep(self, request: _Request, tokens: Sequence[int]) -> None:
+        """Append tokens up to the length limit or the first stop token."""
+        tokens = tokens[: self.settings.max_tokens - len(request.output)]
+        stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
+        request.output += tokens[: stop + 1]
+        self._on_tokens(len(tokens[: stop + 1]))
+
+    def _finished(self, request: _Request) -> bool:
+        return len(request.output) >= self.settings.max_tokens or request.output[-1] in self.stop_ids
+
+    def _drop_finished(self) -> list[int]:
+        """Take finished requests out, moving the last row into each gap; returns where each row was."""
+        rows = list(range(len(self._active)))
+        for row in reversed(range(len(rows))):
+            if not self._finished(self._active[row]):
+                continue
+            tail, was = self._active.pop(), rows.pop()
+            if row < len(rows):
+                self._active[row], rows[row] = tail, was
+                self._target_cache.move_row(len(rows), row)
+                self._draft_cache.move_row(len(rows), row)
+        return rows
+
+
+def _counters(request: _Request, num_speculative_tokens: int) -> Counters:
+    return Counters(
+        drafts=request.drafts,
+        draft_tokens=request.drafts * num_speculative_tokens,
+        accepted_tokens=sum(request.accepted_per_position),
+        accepted_per_position=tuple(request.accepted_per_position),
+        output_tokens=len(request.output),
+    )
+
+
+def _require_room(target: Target, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
+    for index, prompt in enumerate(prompts):
+        where = f"prompt {index + 1}"
+        if not prompt:
+            raise UsageError("is empty", where=where)
+        if not all(0 <= token < target.spec.vocab_size for token in prompt):
+            raise UsageError(
+                f"holds a token beyond the target's vocabulary of {target.spec.vocab_size}",
+                where=where,
+                hint="Is this the target's own tokenizer?",
+            )
+        if target.max_position and len(prompt) + settings.max_tokens > target.max_position:
+            raise UsageError(
+                f"has {len(prompt)} tokens; with max_tokens {settings.max_tokens} that is more than the "
+                f"{target.max_position} positions of the target",
+                where=where,
+            )
