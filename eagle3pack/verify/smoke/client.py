@@ -1,0 +1,217 @@
+"""vLLM's OpenAI-compatible API, as much of it as a smoke test needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from eagle3pack.engine.counters import Counters
+from eagle3pack.verify.smoke.metrics import from_histogram, parse_metrics
+from eagle3pack.verify.smoke.protocol import Completion, Conversation, EngineError, Sampling
+
+if TYPE_CHECKING:
+    import httpx
+
+_CONNECT_TIMEOUT_S = 10.0
+API_KEY_VARIABLE = "VLLM_API_KEY"  # the name that `vllm serve` itself reads
+
+
+class ApiClient:
+    """Talks to one server.
+
+    Args:
+        url: of the server, without /v1.
+        request_timeout_s: longest that an answer may take.
+    """
+
+    def __init__(self, url: str, *, request_timeout_s: float) -> None:
+        self.url = url
+        self.model = ""
+        self.request_timeout_s = request_timeout_s
+
+    def get(self, path: str, *, timeout_s: float = _CONNECT_TIMEOUT_S) -> httpx.Response | None:
+        """One GET; None where nothing answers in time."""
+        import httpx
+
+        try:
+            return httpx.get(
+                self.url + path, headers=_headers(), timeout=timeout_s, trust_env=_trust(self.url)
+            )
+        except httpx.HTTPError:
+            return None
+
+    def models(self) -> list[dict[str, Any]]:
+        """What /v1/models lists.
+
+        Raises:
+            EngineError: it lists nothing.
+        """
+        response = self.get("/v1/models")
+        if response is None:
+            raise EngineError("does not answer", where=self.url, hint="Is the server up, and the URL right?")
+        if response.status_code in (401, 403):
+            raise EngineError("wants an API key", where=self.url, hint=f"Put it into {API_KEY_VARIABLE}.")
+        try:
+            models = response.json()["data"]
+            if models and isinstance(models[0]["id"], str):
+                return list(models)
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise EngineError(f"/v1/models answered {_brief(response)}", where=self.url)
+
+    def read_counters(self) -> Counters | None:
+        """The speculative counters; None where the server does not speculate.
+
+        Raises:
+            EngineError: /metrics does not answer with metrics.
+        """
+        response = self.get("/metrics", timeout_s=60)
+        if response is None:
+            raise EngineError("/metrics does not answer", where=self.url)
+        if response.status_code != 200:
+            raise EngineError(
+                f"/metrics answered {_brief(response)}",
+                where=self.url,
+                hint="Give the URL of vLLM itself: a proxy in front of it often hides /metrics.",
+            )
+        try:
+            return parse_metrics(response.text)
+        except ValueError as error:
+            raise EngineError(f"/metrics is not in the Prometheus format ({error})", where=self.url) from None
+
+    async def converse(
+        self,
+        conversations: Sequence[Conversation],
+        sampling: Sampling,
+        *,
+        max_concurrency: int,
+        on_completion: Callable[[Completion], None],
+    ) -> list[tuple[Completion, ...]]:
+        """Hold all conversations, so many at once.
+
+        Raises:
+            EngineError: an answer was an error, took too long, or the connection broke.
+        """
+        import httpx
+
+        slots = asyncio.Semaphore(max_concurrency)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency)
+        timeout = httpx.Timeout(self.request_timeout_s, connect=_CONNECT_TIMEOUT_S)
+        async with httpx.AsyncClient(
+            base_url=self.url, headers=_headers(), timeout=timeout, limits=limits, trust_env=_trust(self.url)
+        ) as http:
+
+            async def hold(conversation: Conversation) -> tuple[Completion, ...]:
+                async with slots:
+                    return await self._hold(http, conversation, sampling, on_completion)
+
+            tasks = [asyncio.ensure_future(hold(conversation)) for conversation in conversations]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hold(
+        self,
+        http: httpx.AsyncClient,
+        conversation: Conversation,
+        sampling: Sampling,
+        on_completion: Callable[[Completion], None],
+    ) -> tuple[Completion, ...]:
+        completions: list[Completion] = []
+        messages: list[dict[str, str]] = []
+        for turn in conversation.turns or (None,):
+            if turn is None:
+                path = "/v1/completions"
+                prompt: dict[str, Any] = {"prompt": list(conversation.token_ids)}
+            else:
+                messages.append({"role": "user", "content": turn})
+                path, prompt = "/v1/chat/completions", {"messages": list(messages)}
+            completion = await self._request(http, path, prompt | self._sampling(sampling))
+            messages.append({"role": "assistant", "content": completion.text})
+            completions.append(completion)
+            on_completion(completion)
+        return tuple(completions)
+
+    def _sampling(self, sampling: Sampling) -> dict[str, Any]:
+        parameters: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "return_token_ids": True,
+        }
+        if sampling.stop_token_ids:
+            parameters["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.temperature:
+            parameters["seed"] = 0
+        return parameters
+
+    async def _request(self, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Completion:
+        import httpx
+
+        try:
+            response = await asyncio.wait_for(http.post(path, json=body), self.request_timeout_s)
+        except (httpx.TimeoutException, asyncio.TimeoutError):
+            raise EngineError(
+                f"{path} gave no answer within {self.request_timeout_s:.0f} s",
+                where=self.url,
+                hint="The server hangs, or is slow: see its log, or raise --request-timeout.",
+            ) from None
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"the connection broke ({str(error) or type(error).__name__})", where=self.url
+            ) from None
+        if response.status_code != 200:
+            raise EngineError(f"{path} answered {_brief(response)}", where=self.url)
+        try:
+            return _completion(response.json())
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise EngineError(
+                f"{path} answered something else than a completion ({error!r})", where=self.url
+            ) from None
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    choice = answer["choices"][0]
+    output_tokens = int(answer["usage"]["completion_tokens"])
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    token_ids = choice.get("token_ids")
+    prompt_ids = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+    speculation = (answer.get("metrics") or {}).get("speculative_decoding")
+    return Completion(
+        text=text or "",
+        token_ids=None if token_ids is None else tuple(token_ids),
+        prompt_token_ids=None if prompt_ids is None else tuple(prompt_ids),
+        output_tokens=output_tokens,
+        counters=None
+        if speculation is None
+        else from_histogram(
+            speculation["acceptance_histogram"], speculation["num_draft_tokens"], output_tokens
+        ),
+    )
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(API_KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _trust(url: str) -> bool:
+    """Whether proxies from the environment apply: not to our own child."""
+    return "//127.0.0.1" not in url and "//localhost" not in url
+
+
+def _brief(response: httpx.Response) -> str:
+    """Status and message of an error answer, in one line."""
+    try:
+        body = response.json()
+        error = body.get("error", body)
+        message = error.get("message", "") if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        message = response.text
+    return f"HTTP {response.status_code}: {' '.join(str(message).split())[:300]}"
