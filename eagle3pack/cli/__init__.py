@@ -29,6 +29,7 @@ def cli() -> None:
     Example:
       eagle3pack convert ./my-draft ./my-draft-gqa --num-kv-heads 4
     """
+    console.set_verbosity(0)
 
 
 cli.add_command(convert)

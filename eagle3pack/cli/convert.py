@@ -36,6 +36,7 @@ from eagle3pack.cli.options import ByteSize, common_options
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--hash-source", is_flag=True, help="Record the sha256 of the source's files too.")
+@click.option("--prove", is_flag=True, help="Compare every unchanged byte of the result with the source.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--no-hash", is_flag=True, hidden=True, help="For benchmarks: leave digests null.")
 @common_options

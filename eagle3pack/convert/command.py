@@ -55,6 +55,7 @@ class ConvertOptions:
     shard_size: int = 5_000_000_000
     overwrite: bool = False
     hash_source: bool = False
+    prove: bool = False
     dry_run: bool = False
     no_hash: bool = False
 
@@ -170,7 +171,7 @@ def _write(
                 plan, source.folder, folder, on_bytes=on_bytes, hashing=not options.no_hash
             )
         copied = copy_companions(source.folder, folder, COMPANION_PATTERNS)
-        prove(plan, folder)
+        prove(plan, folder, every_byte=options.prove)
         record = build_record(
             plan,
             source,

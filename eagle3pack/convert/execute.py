@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3pack.checkpoint.files import INDEX_FILE, Checkpoint, open_checkpoint
+from eagle3pack.checkpoint.files import INDEX_FILE, open_checkpoint
 from eagle3pack.checkpoint.reading import read_part
 from eagle3pack.checkpoint.writer import PlannedTensor, copy_file, index_json, verify_written, write_file
 from eagle3pack.convert.plan import Plan, PooledTensor
@@ -107,8 +107,13 @@ def _pool(plan: Plan, pooled: PooledTensor, errors: list[GroupError]) -> Iterato
         ) from None
 
 
-def prove(plan: Plan, folder: Path) -> Checkpoint:
+def prove(plan: Plan, folder: Path, *, every_byte: bool) -> None:
     """Check what was written: it describes itself, and unchanged tensors have the source's bytes.
+
+    Args:
+        plan: what was to be written.
+        folder: where it was.
+        every_byte: compare unchanged tensors as a whole, not only their first and last block.
 
     Raises:
         MismatchError: it does not; this is a fault of the disk or of this program.
@@ -123,8 +128,7 @@ def prove(plan: Plan, folder: Path) -> Checkpoint:
         if spec.name in names and checkpoint.tensors[names[spec.name]].shape != spec.shape:
             raise MismatchError(f"{names[spec.name]} has another shape than planned", where=str(folder))
     if not plan.verbatim:
-        verify_written(plan.files, folder)
-    return checkpoint
+        verify_written(plan.files, folder, every_byte=every_byte)
 
 
 def copy_companions(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[str]:
