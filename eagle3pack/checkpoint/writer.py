@@ -28,7 +28,7 @@ from eagle3pack.checkpoint.header import (
     render_header,
     tensor_bytes,
 )
-from eagle3pack.checkpoint.kernel import clone_range, reserve
+from eagle3pack.checkpoint.kernel import begin_writeback, clone_range, reserve
 from eagle3pack.checkpoint.opening import opened
 from eagle3pack.checkpoint.reading import iter_blocks, read_part, same_bytes
 from eagle3pack.errors import ConflictError
@@ -276,6 +276,7 @@ def _write_pieces(
             position = piece.start
             report(position)  # whatever lies before it is written, or shared
             for count in _fill(piece, sources, target, compute):
+                begin_writeback(target, position, count)
                 position += count
                 report(position)
         report(nbytes)
