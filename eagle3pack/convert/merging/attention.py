@@ -140,7 +140,7 @@ def _split_fused(tensors: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]
                 f"head_dim {head_dim}",
                 where=f"qkv_proj.{kind}",
             )
-        parts = fused.split([query, rest // 2, rest // 2])
+        parts = torch.split(fused, [query, rest // 2, rest // 2])
         tensors |= {f"{x}_proj.{kind}": part for x, part in zip("qkv", parts, strict=True)}
     return tensors
 
@@ -193,7 +193,8 @@ def attention_logits(
     k = _normed(_project(x, weights.k, weights.k_bias), weights.k_norm, eps)
     q, k = rotate(q, positions, rope), rotate(k, positions, rope)
     k = k.repeat_interleave(weights.queries_per_head, dim=0)
-    return q @ k.mT * weights.head_dim**-0.5
+    logits: Tensor = q @ k.mT * weights.head_dim**-0.5
+    return logits
 
 
 def attention_heads(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle3pack.convert.merging.rotary import complex_parts, real_matrices
+from eagle3pack.convert.merging.rotary import complex_parts, real_matrices, without_positions
 from eagle3pack.convert.merging.sharing import (
     Sharing,
     Solution,
@@ -56,7 +56,7 @@ def procrustes(problem: Sharing, movable: Tensor | None = None) -> Solution:
         turns = _pair_matrices(phases.T, problem.d)
     free = _free_dimensions(problem)
     if len(free) and movable is None:
-        part = _restrict(problem, free)
+        part = _unrotated(problem, free)
         turns[:, free[:, None], free] = _aligned_orthogonal(part)
     basis = turns.transpose(0, 1).reshape(problem.d, -1) / problem.n
     return Solution(basis, turns)
@@ -81,7 +81,7 @@ def low_rank(problem: Sharing) -> Solution:
         basis += _pair_matrices(coefficients, problem.d).transpose(0, 1)
     free = _free_dimensions(problem)
     if len(free):
-        part = _truncated(_restrict(problem, free)).reshape(len(free), problem.n, len(free))
+        part = _truncated(_unrotated(problem, free)).reshape(len(free), problem.n, len(free))
         basis[free[:, None, None], torch.arange(problem.n)[:, None], free] = part
     flat = basis.reshape(problem.d, -1)
     flat = anchor_values(problem, flat) if rotary == 0 else flat
@@ -137,7 +137,8 @@ def anchor_values(problem: Sharing, basis: Tensor) -> Tensor:
     average = mean(problem).basis
     left, _, right = torch.linalg.svd(average @ problem.right @ white.T)
     size = problem.own().diagonal(dim1=-2, dim2=-1).mean(0).clamp_min(0).sqrt()
-    return size[:, None] * (left @ right @ white)
+    anchored: Tensor = size[:, None] * (left @ right @ white)
+    return anchored
 
 
 def _pair_moments(right: Tensor, n: int, d: int) -> Tensor:
@@ -174,13 +175,13 @@ def _free_dimensions(problem: Sharing) -> Tensor:
     return torch.cat([torch.arange(rotary, half), torch.arange(half + rotary, problem.d)])
 
 
-def _restrict(problem: Sharing, dimensions: Tensor) -> Sharing:
-    """The same problem on some dimensions alone."""
-    if len(dimensions) == problem.d:
+def _unrotated(problem: Sharing, free: Tensor) -> Sharing:
+    """The same problem on the dimensions that no rotation touches."""
+    if len(free) == problem.d:
         return problem
-    index = (torch.arange(problem.n)[:, None] * problem.d + dimensions).flatten()
-    left = problem.left[..., dimensions[:, None], dimensions]
-    return Sharing(left, problem.right[index[:, None], index], problem.positions, problem.noise)
+    index = (torch.arange(problem.n)[:, None] * problem.d + free).flatten()
+    left, right = problem.left[..., free[:, None], free], problem.right[index[:, None], index]
+    return Sharing(left, right, without_positions(len(free)), problem.noise)
 
 
 def _aligned_phases(moments: Tensor) -> Tensor:

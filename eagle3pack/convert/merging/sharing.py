@@ -90,13 +90,15 @@ def psd_solve(matrix: Tensor, right: Tensor, noise: float) -> Tensor:
     kept = values > noise * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
     inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0)
     root = scale[:, None] * vectors
-    return root @ (inverse[:, None] * (root.T @ right))
+    solution: Tensor = root @ (inverse[:, None] * (root.T @ right))
+    return solution
 
 
 def psd_root(matrices: Tensor) -> Tensor:
     """The symmetric root of positive semidefinite matrices, shape (..., d, d)."""
     values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
-    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+    root: Tensor = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+    return root
 
 
 def optimal_maps(problem: Sharing, basis: Tensor) -> Tensor:
