@@ -18,6 +18,7 @@ from eagle3pack.convert.merging.sharing import (
     optimal_basis,
     optimal_maps,
     psd_root,
+    psd_solve,
     total,
 )
 
@@ -96,16 +97,18 @@ def alternating(problem: Sharing, *starts: Solution) -> Solution:
     maps, each half step the exact optimum given the other half.
     """
     best = min(starts, key=lambda start: lost(problem, start))
-    error, tolerance = lost(problem, best), ALS_TOLERANCE * total(problem)
+    error, everything = lost(problem, best), total(problem)
+    maps = optimal_maps(problem, best.basis)
     for _ in range(ALS_ROUNDS):
-        maps = optimal_maps(problem, best.basis)
         basis = optimal_basis(problem, maps)
-        candidate = Solution(basis, optimal_maps(problem, basis))
-        reached = lost(problem, candidate)
+        across, shared = problem.seen(basis)
+        maps = psd_solve(shared, across, problem.noise)
+        # With optimal maps E[error r'] vanishes, so the error is what there is less what is explained.
+        reached = everything - float((problem.weights * (maps.mT @ across)).sum())
         if not reached < error:
             break
-        gained, best, error = error - reached, candidate, reached
-        if gained <= tolerance:
+        gained, best, error = error - reached, Solution(basis, maps), reached
+        if gained <= ALS_TOLERANCE * everything:
             break
     return anchor_keys(problem, best)
 
@@ -200,7 +203,7 @@ def _aligned_orthogonal(problem: Sharing) -> Tensor:
     turns = torch.eye(d, dtype=torch.float64).repeat(n, 1, 1)
     for _ in range(PROCRUSTES_ROUNDS):
         average = turns.transpose(0, 1).reshape(d, -1) / n
-        left, _, right = torch.linalg.svd(problem.across(average))
+        left, _, right = torch.linalg.svd(problem.seen(average)[0])
         turns = left @ right
     return turns
 

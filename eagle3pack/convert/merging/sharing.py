@@ -58,9 +58,11 @@ class Sharing:
         blocks = self.right.reshape(self.n, self.d, self.n, self.d)
         return torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
 
-    def across(self, basis: Tensor) -> Tensor:
-        """E[r r_h'] of the shared factor with each right factor, shape (n, d, d)."""
-        return (basis @ self.right).reshape(self.d, self.n, self.d).transpose(0, 1)
+    def seen(self, basis: Tensor) -> tuple[Tensor, Tensor]:
+        """E[r r_h'] with each right factor, (n, d, d), and E[r r'] of a shared factor, (d, d), averaged."""
+        with_stack = basis @ self.right
+        across = with_stack.reshape(self.d, self.n, self.d).transpose(0, 1)
+        return self.positions.averaged(across), self.positions.averaged(with_stack @ basis.T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,7 @@ def optimal_maps(problem: Sharing, basis: Tensor) -> Tensor:
 
     dJ/dT = 0: T_h = avg(E[r r'])^-1 avg(E[r r_h']), avg over the distances as the keys see them.
     """
-    across = problem.positions.averaged(problem.across(basis))
-    shared = problem.positions.averaged(basis @ problem.right @ basis.T)
+    across, shared = problem.seen(basis)
     return psd_solve(shared, across, problem.noise)
 
 
@@ -128,10 +129,9 @@ def residuals(problem: Sharing, solution: Solution) -> tuple[Tensor, Tensor]:
     Returns:
         Two tensors of shape (n, d, d), seen through the distances: J = sum_h tr(L_h lost_h).
     """
-    averaged, maps = problem.positions.averaged, solution.maps
-    there = averaged(problem.own())
-    cross = maps.mT @ averaged(problem.across(solution.basis))
-    shared = averaged(solution.basis @ problem.right @ solution.basis.T)
+    maps, there = solution.maps, problem.positions.averaged(problem.own())
+    across, shared = problem.seen(solution.basis)
+    cross = maps.mT @ across
     return there - cross - cross.mT + maps.mT @ shared @ maps, there
 
 
