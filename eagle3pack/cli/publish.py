@@ -1,0 +1,93 @@
+"""`eagle3pack publish`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eagle3pack import console
+from eagle3pack.cli.options import common_options
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--to", multiple=True, metavar="HUB:ORG/NAME", help="hf:ORG/NAME or ms:ORG/NAME; may be given twice."
+)
+@click.option(
+    "--report",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What verify wrote; may be given again.",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="publish.yaml; looked for here and in FOLDER.",
+)
+@click.option("--dry-run", is_flag=True, help="Check, render and plan; send nothing.")
+@click.option("--offline", is_flag=True, help="With --dry-run: ask no hub.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--public", is_flag=True, help="Anyone may read the repository; otherwise a new one is private."
+)
+@click.option("--tag", metavar="T", help="Tag the commit.")
+@click.option("--pr", is_flag=True, help="Open a pull request (Hugging Face only).")
+@click.option("--replace-card", is_flag=True, help="Replace a README that eagle3pack did not write.")
+@click.option("--prune", is_flag=True, help="Delete weights of another draft from the repository.")
+@click.option("--lang", metavar="en,zh", help="Languages of the card; each hub's own by default.")
+@click.option(
+    "--check-card", is_flag=True, help="Only compare README.md in FOLDER with what would be rendered."
+)
+@click.option(
+    "--allow-unverified",
+    metavar="REASON",
+    help="Publish although verification is not complete; the card shows why.",
+)
+@click.option(
+    "--receipt",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("receipt.json"),
+    show_default=True,
+    help="Record of what was published.",
+)
+@click.option(
+    "--render-to",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Keep the rendered files.",
+)
+@common_options
+def publish(folder: Path, as_json: bool, **options: Any) -> None:
+    """Publish the verified draft in FOLDER with a card made from its reports.
+
+    Both hubs get the same files, each in one commit that is checked by the hub's own hashes. Running the same
+    command again sends nothing that is there already, and finishes what was interrupted.
+
+    \b
+    Examples:
+      eagle3pack publish ./draft-gqa --report report.json --to hf:org/draft --to ms:org/draft --dry-run
+      eagle3pack publish ./draft-gqa --report report.json --to hf:org/draft --public --tag v1.0
+    """
+    from eagle3pack.publish.command import PublishOptions, Surroundings, run_publish
+
+    interactive = sys.stdin.isatty() and sys.stderr.isatty()
+    around = Surroundings(
+        say=console.say,
+        warn=console.warn,
+        progress=console.progress,
+        confirm=(lambda text: click.confirm(text, err=True)) if interactive else None,
+        format_bytes=console.format_bytes,
+        show_progress=sys.stderr.isatty() and not as_json,
+    )
+    result = run_publish(folder, PublishOptions(**options), around)
+    if as_json:
+        console.print_json(result.document)
+        return
+    for line in result.lines:
+        console.print_result(line)
