@@ -17,11 +17,27 @@ from eagle3pack.cli.options import ByteSize, common_options
 @click.option("--target", metavar="TARGET", help="Target model; without --num-kv-heads its number is taken.")
 @click.option(
     "--method",
-    type=click.Choice(["mean", "first"]),
+    type=click.Choice(["mean", "first", "procrustes", "svd", "als"]),
     default="mean",
     show_default=True,
     help="How the heads of a group become one.",
 )
+@click.option(
+    "--metric",
+    type=click.Choice(["identity", "norm", "embedding"]),
+    default="identity",
+    show_default=True,
+    help="What the closed-form methods take the attention input to look like.",
+)
+@click.option("--refit-output", type=click.Choice(["closed", "none"]), help="Least squares for o_proj.")
+@click.option(
+    "--grouping",
+    default="contiguous",
+    show_default=True,
+    metavar="contiguous|similarity|FILE",
+    help="Which heads share one; FILE lists them as JSON: [[0, 3], [1, 2]].",
+)
+@click.option("--max-distance", type=click.IntRange(1), help="Positions that als looks at.")
 @click.option("--canonical", is_flag=True, help="Write the portable config.json and tensor names.")
 @click.option(
     "--layout",
@@ -43,12 +59,15 @@ from eagle3pack.cli.options import ByteSize, common_options
 def convert(source: str, out: str, as_json: bool, **options: Any) -> None:
     """Turn the MHA draft SOURCE into a GQA one in OUT.
 
-    SOURCE is a folder, hf:ORG/NAME[@REVISION] or ms:ORG/NAME[@REVISION]. Only the key and value projections
-    change; every other tensor keeps its bytes, and eagle3pack.json beside the weights records what was done.
+    SOURCE is a folder, hf:ORG/NAME[@REVISION] or ms:ORG/NAME[@REVISION]. The method mean, as published,
+    averages the key and value heads of each group; als fits keys, values, queries and output projection in
+    closed form and keeps far more. Every tensor that the method does not name keeps its bytes, and
+    eagle3pack.json beside the weights records what was done.
 
     \b
     Examples:
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4
+      eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --method als
       eagle3pack convert hf:org/draft ./draft-gqa --target org/target --strip-shared
     """
     from eagle3pack.convert.command import ConvertOptions, run_convert

@@ -25,7 +25,7 @@ _UNITS = {
 }
 
 
-class ByteSize(click.ParamType):
+class ByteSize(click.ParamType[int]):
     """A size such as 5GB, 500MB, 2GiB; powers of ten as hubs count, or of two with an i."""
 
     name = "size"

@@ -6,26 +6,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eagle3pack.checkpoint.digest import header_sha256, sha256_file
 from eagle3pack.checkpoint.files import Checkpoint, open_checkpoint
 from eagle3pack.checkpoint.folder import new_folder, require_free, require_separate
+from eagle3pack.convert.compute import Computation, start_computation
 from eagle3pack.convert.examine import shared_with_target, target_names, vocabulary_map_is_identity
 from eagle3pack.convert.execute import copy_companions, prove, write_output
 from eagle3pack.convert.plan import (
+    POOLING,
+    ClosedForm,
     Examined,
     Layout,
     Method,
     Plan,
     Request,
-    choose_key_value_heads,
     plan_conversion,
-    require_convertible,
 )
-from eagle3pack.convert.pooling import GroupError
 from eagle3pack.convert.record import RECORD_NAME, SourceFile, build_record, relative_name
-from eagle3pack.convert.summary import RETRAIN_WARNING, Summary, measure
+from eagle3pack.convert.requirements import choose_key_value_heads, require_convertible
+from eagle3pack.convert.summary import MERGED_WARNING, POOLED_WARNING, Summary, measure
 from eagle3pack.documents import read_json_object, to_json
 from eagle3pack.draft.config import DraftConfig, parse_draft_config
 from eagle3pack.draft.target import TargetSpec, default_aux_layer_ids
@@ -49,6 +50,10 @@ class ConvertOptions:
     num_kv_heads: int | None = None
     target: str | None = None
     method: Method = "mean"
+    metric: Literal["identity", "norm", "embedding"] = "identity"
+    refit_output: Literal["closed", "none"] | None = None
+    grouping: str = "contiguous"
+    max_distance: int | None = None
     canonical: bool = False
     layout: Layout = "keep"
     strip_shared: bool = False
@@ -98,6 +103,7 @@ def run_convert(
             config, options.num_kv_heads, target.num_key_value_heads if target else None
         ),
         method=options.method,
+        closed_form=ClosedForm(options.metric, options.refit_output, options.grouping, options.max_distance),
         layout=options.layout,
         canonical=options.canonical,
         shard_bytes=options.shard_size,
@@ -115,9 +121,10 @@ def run_convert(
         not_stripped,
         warnings=tuple(_warnings(plan, target)),
     )
+    computation = start_computation(plan, say)
     if options.dry_run:
-        return summary
-    return _write(summary, source, checkpoint, out, options, progress)
+        return _try(summary, computation)
+    return _write(summary, computation, source, checkpoint, out, options, progress)
 
 
 def _examine(
@@ -155,8 +162,25 @@ def _examine(
     )
 
 
+def _try(summary: Summary, computation: Computation) -> Summary:
+    """A dry run: closed-form methods are carried out, so that the summary tells what they would keep."""
+    plan = summary.plan
+    if plan.request.method in POOLING or not plan.computed:
+        return summary
+    for planned in (tensor for file in plan.files for tensor in file.tensors if tensor.name in plan.computed):
+        for _ in computation.compute(planned):
+            pass
+    return _with_results(summary, computation)
+
+
+def _with_results(summary: Summary, computation: Computation) -> Summary:
+    notes = [f"layer {result.layer}: {note}" for result in computation.results() for note in result.notes]
+    return replace(summary, quality=computation.quality(), warnings=(*summary.warnings, *notes))
+
+
 def _write(
     summary: Summary,
+    computation: Computation,
     source: Source,
     checkpoint: Checkpoint,
     out: Path,
@@ -167,28 +191,17 @@ def _write(
     source_files = _source_files(source, checkpoint, hash_all=options.hash_source)
     with new_folder(out, overwrite=options.overwrite, nbytes=plan.output_bytes) as folder:
         with progress("converting", plan.output_bytes) as on_bytes:
-            written = write_output(
-                plan, source.folder, folder, on_bytes=on_bytes, hashing=not options.no_hash
+            files = write_output(
+                plan, computation, source.folder, folder, on_bytes=on_bytes, hashing=not options.no_hash
             )
         copied = copy_companions(source.folder, folder, COMPANION_PATTERNS)
         prove(plan, folder, every_byte=options.prove)
-        record = build_record(
-            plan,
-            source,
-            source_files,
-            _previous_record(source.folder),
-            written.files,
-            written.errors,
-            _libraries(plan),
-        )
+        previous = _previous_record(source.folder)
+        record = build_record(plan, source, source_files, previous, files, computation)
         (folder / RECORD_NAME).write_text(to_json(record), "utf-8")
-    return replace(
-        summary,
-        written=True,
-        copied_files=tuple(copied),
-        digest=record["output"]["draft_digest"],
-        group_errors=_mean_errors(plan, written.errors),
-    )
+    digest = record["output"]["draft_digest"]
+    summary = replace(summary, written=True, copied_files=tuple(copied), digest=digest)
+    return _with_results(summary, computation) if plan.computed else summary
 
 
 def _source_files(source: Source, checkpoint: Checkpoint, *, hash_all: bool) -> list[SourceFile]:
@@ -208,34 +221,9 @@ def _previous_record(folder: Path) -> Mapping[str, Any] | None:
     return read_json_object(path) if path.exists() else None
 
 
-def _libraries(plan: Plan) -> dict[str, str]:
-    if not plan.pooled:
-        return {}
-    import numpy as np
-
-    return {"numpy": np.__version__}
-
-
-def _mean_errors(plan: Plan, errors: Mapping[str, tuple[GroupError, ...]]) -> dict[str, float] | None:
-    """The mean over all heads of the relative errors of K and of V."""
-    means = {}
-    for projection in ("k", "v"):
-        values = [
-            error
-            for name, groups in errors.items()
-            if plan.pooled[name].projection == projection and not plan.pooled[name].is_bias
-            for group in groups
-            for error in group.heads
-            if error is not None
-        ]
-        if values:
-            means[projection.upper()] = sum(values) / len(values)
-    return means or None
-
-
 def _warnings(plan: Plan, target: TargetSpec | None) -> Iterator[str]:
-    if plan.pooled:
-        yield RETRAIN_WARNING
+    if plan.computed:
+        yield POOLED_WARNING if plan.request.method in POOLING else MERGED_WARNING
     if plan.unknown:
         yield f"not tensors of an EAGLE3 draft, kept as they are: {', '.join(plan.unknown)}"
     if target is None:

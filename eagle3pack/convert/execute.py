@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from eagle3pack.checkpoint.files import INDEX_FILE, open_checkpoint
-from eagle3pack.checkpoint.reading import read_part
-from eagle3pack.checkpoint.writer import PlannedTensor, copy_file, index_json, verify_written, write_file
-from eagle3pack.convert.plan import Plan, PooledTensor
-from eagle3pack.convert.pooling import GroupError, pool_heads
+from eagle3pack.checkpoint.writer import copy_file, index_json, verify_written, write_file
+from eagle3pack.convert.compute import Computation
+from eagle3pack.convert.plan import Plan
 from eagle3pack.convert.record import OutputFile
 from eagle3pack.documents import read_json_object
 from eagle3pack.draft.config import parse_draft_config
@@ -21,47 +19,38 @@ from eagle3pack.draft.tensors import expected_tensors, resolve_names
 from eagle3pack.errors import InputError, MismatchError
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What a conversion wrote.
-
-    Attributes:
-        files: config.json, weights and index.
-        errors: name in the output -> error of each pooled group.
-    """
-
-    files: tuple[OutputFile, ...]
-    errors: Mapping[str, tuple[GroupError, ...]]
-
-
 def write_output(
-    plan: Plan, source: Path, folder: Path, *, on_bytes: Callable[[int], None], hashing: bool
-) -> Written:
+    plan: Plan,
+    computation: Computation,
+    source: Path,
+    folder: Path,
+    *,
+    on_bytes: Callable[[int], None],
+    hashing: bool,
+) -> list[OutputFile]:
     """Write config.json, the weight files and their index into a folder.
 
     Args:
         plan: what to write.
+        computation: makes the tensors that change.
         source: the source folder.
         folder: exists and is empty.
         on_bytes: told how many bytes were written.
         hashing: compute the sha256 of every file.
 
+    Returns:
+        config.json, the weight files and their index: what the draft's digest is made of.
+
     Raises:
-        InputError: NaN or infinity in a tensor that is pooled.
-        TransportError: the disk is full.
+        InputError: NaN or infinity in a tensor that is merged.
+        OSError: the disk is full; `new_folder` puts it in words.
     """
-    errors: dict[str, tuple[GroupError, ...]] = {}
-
-    def compute(planned: PlannedTensor) -> Iterator[bytes]:
-        found: list[GroupError] = []
-        yield from _pool(plan, plan.pooled[planned.name], found)
-        errors[planned.name] = tuple(found)
-
     if plan.verbatim:
         written = [copy_file(path, folder, on_bytes=on_bytes, hashing=hashing) for path in plan.verbatim]
     else:
         written = [
-            write_file(planned, folder, compute, on_bytes=on_bytes, hashing=hashing) for planned in plan.files
+            write_file(planned, folder, computation.compute, on_bytes=on_bytes, hashing=hashing)
+            for planned in plan.files
         ]
     files = [OutputFile(file.name, file.nbytes, file.sha256) for file in written]
     if len(plan.files) > 1 and not plan.verbatim:
@@ -74,37 +63,12 @@ def write_output(
     else:
         shutil.copyfile(source / "config.json", config)
     files.append(_small_file(config, hashing))
-    return Written(tuple(files), errors)
+    return files
 
 
 def _small_file(path: Path, hashing: bool) -> OutputFile:
     data = path.read_bytes()
     return OutputFile(path.name, len(data), hashlib.sha256(data).hexdigest() if hashing else None)
-
-
-def _pool(plan: Plan, pooled: PooledTensor, errors: list[GroupError]) -> Iterator[bytes]:
-    entry = pooled.source
-    parts = pool_heads(
-        lambda offset, nbytes: read_part(entry, offset, nbytes),
-        method=plan.request.method,
-        dtype=entry.dtype,
-        num_heads=pooled.num_heads,
-        num_groups=pooled.num_groups,
-        head_bytes=pooled.head_bytes,
-        row_bytes=pooled.row_bytes,
-    )
-    try:
-        for part in parts:
-            if isinstance(part, GroupError):
-                errors.append(part)
-            else:
-                yield part
-    except FloatingPointError:
-        raise InputError(
-            f"the tensor {entry.name} holds NaN or infinity",
-            where=str(entry.path),
-            hint="It was never trained or is damaged; export the draft again.",
-        ) from None
 
 
 def prove(plan: Plan, folder: Path, *, every_byte: bool) -> None:
@@ -145,7 +109,9 @@ def copy_companions(source: Path, folder: Path, patterns: tuple[str, ...]) -> li
     """
     names = sorted({path.name for pattern in patterns for path in source.glob(pattern) if path.is_file()})
     root = source.resolve()
-    allowed = (root, root.parent.parent / "blobs")  # models--ORG--NAME/{blobs,snapshots/REVISION}
+    allowed = [root]
+    if root.parent.name == "snapshots":  # a hub cache: models--ORG--NAME/{blobs,snapshots/REVISION}
+        allowed.append(root.parent.parent / "blobs")
     for name in names:
         real = (source / name).resolve()
         if not any(real.is_relative_to(folder_) for folder_ in allowed):

@@ -10,19 +10,38 @@ from typing import Any, Literal
 from eagle3pack.checkpoint.files import Checkpoint
 from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.checkpoint.writer import PlannedFile, PlannedTensor, plan_files
+from eagle3pack.convert.requirements import (
+    FLOAT_DTYPES,
+    KEYS_AND_VALUES,
+    QUERIES_AND_OUTPUT,
+    attention_names,
+    require_convertible,
+)
 from eagle3pack.draft.config import DraftConfig, parse_draft_config
 from eagle3pack.draft.producers import canonical_config, with_key_value_heads
-from eagle3pack.draft.tensors import expected_tensors, resolve_names
-from eagle3pack.errors import InputError, UnsupportedDraftError, UsageError
+from eagle3pack.draft.tensors import expected_tensors
+from eagle3pack.errors import InputError
 
-Method = Literal["mean", "first"]
+Method = Literal["mean", "first", "procrustes", "svd", "als"]
 Layout = Literal["keep", "midlayer", "layers"]
-METHODS: tuple[Method, ...] = ("mean", "first")
-LAYOUTS: tuple[Layout, ...] = ("keep", "midlayer", "layers")
+POOLING: tuple[Method, ...] = ("mean", "first")
 
-# safetensors dtype -> (name in a config.json, bytes an element)
-FLOAT_DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
-_POOLED = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+
+@dataclass(frozen=True, slots=True)
+class ClosedForm:
+    """How procrustes, svd and als work; docs/conversion.md has the mathematics.
+
+    Attributes:
+        metric: second moment of the attention input in which errors are measured.
+        refit_output: least squares for o_proj; None takes the method's own.
+        grouping: contiguous, similarity, or the name of a JSON file with the groups.
+        max_distance: positions over which als compares logits; None takes the draft's, at most 32768.
+    """
+
+    metric: Literal["identity", "norm", "embedding"] = "identity"
+    refit_output: Literal["closed", "none"] | None = None
+    grouping: str = "contiguous"
+    max_distance: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +51,7 @@ class Request:
     Attributes:
         num_key_value_heads: of the converted draft.
         method: how the heads of a group become one.
+        closed_form: settings of the methods that are more than pooling.
         layout: how the layers' tensors are named.
         canonical: write the portable config.json and names.
         shard_bytes: weight files are split above this size.
@@ -39,6 +59,7 @@ class Request:
 
     num_key_value_heads: int
     method: Method = "mean"
+    closed_form: ClosedForm = field(default_factory=ClosedForm)
     layout: Layout = "keep"
     canonical: bool = False
     shard_bytes: int = 5_000_000_000
@@ -73,28 +94,18 @@ class DroppedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PooledTensor:
-    """One k or v projection (or its bias) whose heads are merged.
+class ComputedTensor:
+    """A tensor of an attention layer whose values are new.
 
     Attributes:
         source: the tensor in the source.
         layer: index of its decoder layer.
-        projection: "k" or "v".
-        is_bias: a bias rather than a weight.
-        num_heads: key/value heads in the source.
-        num_groups: key/value heads after.
-        head_bytes: bytes of one head.
-        row_bytes: bytes of one row.
+        part: its name within the attention, "k_proj.weight" and the like.
     """
 
     source: TensorEntry
     layer: int
-    projection: Literal["k", "v"]
-    is_bias: bool
-    num_heads: int
-    num_groups: int
-    head_bytes: int
-    row_bytes: int
+    part: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +117,9 @@ class Plan:
         before: the source's config.
         after: the output's config.
         config_changed: the output's config.json differs from the source's.
+        sources: the source's tensors by logical name.
         files: the weight files to write, every tensor in the source's order.
-        pooled: by name in the output, the tensors that are computed.
+        computed: by name in the output, the tensors whose values are new.
         renamed: name in the source -> name in the output, where they differ.
         dropped: by name in the source, what is left out.
         unknown: names that are no tensors of an EAGLE3 draft; copied as they are.
@@ -118,8 +130,9 @@ class Plan:
     before: DraftConfig
     after: DraftConfig
     config_changed: bool
+    sources: Mapping[str, TensorEntry]
     files: tuple[PlannedFile, ...]
-    pooled: Mapping[str, PooledTensor]
+    computed: Mapping[str, ComputedTensor]
     renamed: Mapping[str, str]
     dropped: Mapping[str, DroppedTensor]
     unknown: tuple[str, ...]
@@ -133,99 +146,14 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
     @property
+    def method(self) -> str:
+        """The method, or "copy" where nothing is computed."""
+        return self.request.method if self.computed else "copy"
+
+    @property
     def changed_tensors(self) -> tuple[str, ...]:
         """Names in the output of the tensors whose values change."""
-        return tuple(self.pooled)
-
-
-def choose_key_value_heads(config: DraftConfig, wanted: int | None, target_heads: int | None) -> int:
-    """The number of key/value heads to make: the user's, else the target's.
-
-    Raises:
-        UsageError: neither is given, or it does not divide the draft's.
-    """
-    count = wanted if wanted is not None else target_heads
-    have = config.num_key_value_heads
-    possible = ", ".join(str(n) for n in range(1, have + 1) if have % n == 0)
-    if count is None:
-        raise UsageError(
-            "how many key/value heads the draft is to have is not known",
-            where="--num-kv-heads",
-            hint=f"Give --num-kv-heads ({possible}), or --target to take its number.",
-        )
-    if count < 1 or have % count:
-        whose = "" if wanted is not None else "the target's number, "
-        raise UsageError(
-            f"{whose}{count} does not divide the draft's {have} key/value heads into equal groups",
-            where="--num-kv-heads",
-            hint=f"Numbers that do: {possible}.",
-        )
-    return count
-
-
-def require_convertible(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, str]:
-    """Refuse drafts that this conversion does not fit.
-
-    Returns:
-        Logical name -> name in the file.
-
-    Raises:
-        UnsupportedDraftError: a sound draft whose arithmetic is another.
-        InputError: a required tensor is missing or has another shape than the config says.
-    """
-    where = str(checkpoint.folder)
-    _refuse_other_arithmetic(checkpoint, where)
-    names = resolve_names(checkpoint.tensors, where=where)
-    for spec in expected_tensors(config).values():
-        if spec.name not in names:
-            if spec.required:
-                raise InputError(
-                    f"the tensor {spec.name} is missing",
-                    where=where,
-                    hint=f"config.json describes {config.num_hidden_layers} decoder layer(s); "
-                    "see `eagle3pack verify` for all that does not fit.",
-                )
-            continue
-        found = checkpoint.tensors[names[spec.name]].shape
-        if found != spec.shape:
-            raise InputError(
-                f"{names[spec.name]} has shape {list(found)}, config.json makes it {list(spec.shape)}",
-                where=where,
-                hint="Mend config.json so that it describes these weights.",
-            )
-    for name in _pooled_names(config, names):
-        dtype = checkpoint.tensors[names[name]].dtype
-        if dtype not in FLOAT_DTYPES:
-            raise UnsupportedDraftError(
-                f"{names[name]} is stored as {dtype}; quantised heads cannot be merged",
-                where=where,
-                hint="Convert the unquantised draft, then quantise the result.",
-            )
-    return names
-
-
-def _refuse_other_arithmetic(checkpoint: Checkpoint, where: str) -> None:
-    reasons = {
-        "kv_a_proj_with_mqa": "an MLA draft keeps one compressed latent and has no key/value heads to merge",
-        "qkv_proj": "query, key and value projections are fused; split them into q_proj, k_proj and v_proj",
-        "mask_hidden": "a P-EAGLE head drafts in parallel and is not EAGLE3",
-        "k_proj.weight_scale": "the key projection is quantised; convert the unquantised draft",
-        "k_proj.qweight": "the key projection is quantised; convert the unquantised draft",
-        "k_proj.weight_packed": "the key projection is quantised; convert the unquantised draft",
-    }
-    for name in checkpoint.tensors:
-        for part, reason in reasons.items():
-            if part in name:
-                raise UnsupportedDraftError(f"{reason} (found {name})", where=where)
-
-
-def _pooled_names(config: DraftConfig, names: Mapping[str, str]) -> list[str]:
-    return [
-        name
-        for layer in range(config.num_hidden_layers)
-        for suffix in _POOLED
-        if (name := f"layers.{layer}.self_attn.{suffix}") in names
-    ]
+        return tuple(self.computed)
 
 
 def plan_conversion(
@@ -244,15 +172,11 @@ def plan_conversion(
         name: DroppedTensor(reason, checkpoint.tensors[name].nbytes)
         for name, reason in _dropped(config, names, request, examined).items()
     }
-    computed = (
-        set(_pooled_names(config, names))
-        if after.num_key_value_heads != config.num_key_value_heads
-        else set()
-    )
+    changing = _changing(config, names, request)
     layout: Layout = "midlayer" if request.canonical and request.layout == "keep" else request.layout
 
     tensors: list[PlannedTensor] = []
-    pooled: dict[str, PooledTensor] = {}
+    computed: dict[str, ComputedTensor] = {}
     renamed: dict[str, str] = {}
     for entry in checkpoint.tensors.values():
         if entry.name in dropped:
@@ -260,26 +184,38 @@ def plan_conversion(
         name = name_in_layout(entry.name, logical[entry.name], layout)
         if name != entry.name:
             renamed[entry.name] = name
-        if logical[entry.name] in computed:
-            pooled[name] = _pooled_tensor(entry, logical[entry.name], config, request.num_key_value_heads)
-            rows = request.num_key_value_heads * config.head_dim
+        if logical[entry.name] in changing:
+            _, layer, _, part = logical[entry.name].split(".", 3)
+            computed[name] = ComputedTensor(entry, int(layer), part)
+            rows = entry.shape[0]
+            if part in KEYS_AND_VALUES:
+                rows = request.num_key_value_heads * config.head_dim
             tensors.append(PlannedTensor(name, entry.dtype, (rows, *entry.shape[1:]), None))
         else:
             tensors.append(PlannedTensor(name, entry.dtype, entry.shape, entry))
     known = expected_tensors(config)
-    is_copy = not (pooled or renamed or dropped) and _fits_as_it_is(checkpoint, request.shard_bytes)
+    is_copy = not (computed or renamed or dropped) and _fits_as_it_is(checkpoint, request.shard_bytes)
     return Plan(
         request=request,
         before=config,
         after=after,
         config_changed=dict(after.raw) != dict(config.raw),
+        sources={name: checkpoint.tensors[actual] for name, actual in names.items()},
         files=plan_files(tensors, request.shard_bytes),
-        pooled=pooled,
+        computed=computed,
         renamed=renamed,
         dropped=dropped,
         unknown=tuple(actual for actual, name in logical.items() if name not in known),
         verbatim=_weight_files(checkpoint) if is_copy else (),
     )
+
+
+def _changing(config: DraftConfig, names: Mapping[str, str], request: Request) -> set[str]:
+    """Logical names of the tensors whose values the method makes anew."""
+    if request.num_key_value_heads == config.num_key_value_heads:
+        return set()
+    parts = KEYS_AND_VALUES if request.method in POOLING else KEYS_AND_VALUES + QUERIES_AND_OUTPUT
+    return set(attention_names(config, names, parts))
 
 
 def _fits_as_it_is(checkpoint: Checkpoint, shard_bytes: int) -> bool:
@@ -340,20 +276,6 @@ def _dropped(
         reason = "the map of a full draft vocabulary is the identity; vLLM refuses it"
         dropped |= {names[name]: reason for name in ("d2t", "t2d") if name in names}
     return dropped
-
-
-def _pooled_tensor(entry: TensorEntry, logical: str, config: DraftConfig, num_groups: int) -> PooledTensor:
-    head_bytes = entry.nbytes // config.num_key_value_heads
-    return PooledTensor(
-        source=entry,
-        layer=int(logical.split(".")[1]),
-        projection="k" if ".k_proj." in logical else "v",
-        is_bias=logical.endswith(".bias"),
-        num_heads=config.num_key_value_heads,
-        num_groups=num_groups,
-        head_bytes=head_bytes,
-        row_bytes=head_bytes // config.head_dim,
-    )
 
 
 def count_parameters(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> int:

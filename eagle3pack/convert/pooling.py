@@ -60,8 +60,8 @@ def encode(values: Floats, dtype: str) -> bytes:
     """Finite numbers as bytes of a dtype, rounded once to the nearest, ties to even."""
     if dtype == "BF16":
         bits = np.ascontiguousarray(values, "<f4").view("<u4")
-        return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2").tobytes()
-    return values.astype("<f2" if dtype == "F16" else "<f4").tobytes()
+        return bytes(((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2"))
+    return bytes(values.astype("<f2" if dtype == "F16" else "<f4"))
 
 
 class GroupPooler:
@@ -114,7 +114,7 @@ def _relative(lost: float, total: float) -> float | None:
 
 def _mean(heads: Floats) -> Floats:
     """The mean over the first axis, added in head order: the same bits on every machine."""
-    total = heads[0].copy()
+    total: Floats = heads[0].copy()
     for head in heads[1:]:
         total += head
     total /= heads.dtype.type(len(heads))

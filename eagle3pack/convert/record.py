@@ -16,8 +16,8 @@ from typing import Any
 
 from eagle3pack import __version__
 from eagle3pack.checkpoint.digest import draft_digest
-from eagle3pack.convert.plan import Plan
-from eagle3pack.convert.pooling import GroupError
+from eagle3pack.convert.compute import Computation
+from eagle3pack.convert.plan import POOLING, Plan
 from eagle3pack.errors import UsageError
 from eagle3pack.sources import Source
 
@@ -63,8 +63,7 @@ def build_record(
     source_files: Sequence[SourceFile],
     previous: Mapping[str, Any] | None,
     output_files: Sequence[OutputFile],
-    errors: Mapping[str, Sequence[GroupError]],
-    libraries: Mapping[str, str],
+    computation: Computation,
 ) -> dict[str, Any]:
     """The record as a JSON document; pure but for the clock.
 
@@ -74,18 +73,18 @@ def build_record(
         source_files: its weight files.
         previous: the record that the source itself carried.
         output_files: config.json, weights and index.
-        errors: name in the output -> the error of each group.
-        libraries: name -> version of what computed the values.
+        computation: what made the new values; carried out.
     """
-    before, after = plan.before.num_key_value_heads, plan.after.num_key_value_heads
-    group = before // after
     local = source.location.place == "local"
     digests = [(file.path, file.size, file.sha256) for file in output_files if file.sha256 is not None]
     return {
         "schema": SCHEMA,
         "created": timestamp(),
         "tool": {"name": "eagle3pack", "version": __version__},
-        "libraries": {"python": platform.python_version(), **libraries},
+        "libraries": {
+            "python": platform.python_version(),
+            **(computation.libraries() if plan.computed else {}),
+        },
         "source": {
             "place": source.location.place,
             "id": source.folder.resolve().name if local else source.location.name,
@@ -93,12 +92,11 @@ def build_record(
             "files": [asdict(file) for file in source_files],
             "previous": previous,
         },
-        "method": {"name": plan.request.method if plan.pooled else "copy", "parameters": {}},
+        "method": {"name": plan.method, "parameters": _parameters(plan)},
         "heads": {
             "num_attention_heads": plan.before.num_attention_heads,
-            "num_key_value_heads_before": before,
-            "num_key_value_heads_after": after,
-            "head_map": [list(range(g * group, (g + 1) * group)) for g in range(after)],
+            "num_key_value_heads_before": plan.before.num_key_value_heads,
+            "num_key_value_heads_after": plan.after.num_key_value_heads,
         },
         "changed_tensors": list(plan.changed_tensors),
         "renamed_tensors": dict(plan.renamed),
@@ -106,7 +104,10 @@ def build_record(
             {"name": name, "reason": dropped.reason, "bytes": dropped.nbytes}
             for name, dropped in plan.dropped.items()
         ],
-        "layers": _layers(plan, errors),
+        "layers": [
+            {"layer": result.layer, "head_map": [list(heads) for heads in result.head_map], **result.record}
+            for result in (computation.results() if plan.computed else ())
+        ],
         "output": {
             "files": [asdict(file) for file in output_files],
             "draft_digest": draft_digest(digests) if len(digests) == len(output_files) else None,
@@ -115,21 +116,14 @@ def build_record(
     }
 
 
-def _layers(plan: Plan, errors: Mapping[str, Sequence[GroupError]]) -> list[dict[str, Any]]:
-    layers: dict[int, dict[str, Sequence[GroupError]]] = {}
-    for name, pooled in plan.pooled.items():
-        if not pooled.is_bias:
-            layers.setdefault(pooled.layer, {})[pooled.projection] = errors[name]
-    return [
-        {
-            "layer": layer,
-            "groups": [
-                {"key_value_head": g, "k_relative_error": list(k.heads), "v_relative_error": list(v.heads)}
-                for g, (k, v) in enumerate(zip(of["k"], of["v"], strict=True))
-            ],
-        }
-        for layer, of in sorted(layers.items())
-    ]
+def _parameters(plan: Plan) -> dict[str, Any]:
+    """Settings of a closed-form method; pooling has none. Paths of files stay out of the record."""
+    if not plan.computed or plan.request.method in POOLING:
+        return {}
+    parameters = asdict(plan.request.closed_form)
+    if parameters["grouping"] not in ("contiguous", "similarity"):
+        parameters["grouping"] = "explicit"
+    return parameters
 
 
 def timestamp() -> str:

@@ -7,12 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3pack.checkpoint.files import Checkpoint
-from eagle3pack.convert.plan import FLOAT_DTYPES, Plan, count_parameters, kv_bytes_per_token
+from eagle3pack.convert.plan import Plan, count_parameters, kv_bytes_per_token
+from eagle3pack.convert.requirements import FLOAT_DTYPES
 
-RETRAIN_WARNING = (
+POOLED_WARNING = (
     "a pooled draft is a starting point: it accepts far fewer tokens than its source until it is retrained "
-    "(the published MiniMax-M3 GQA head was)"
+    "(the published MiniMax-M3 GQA head was); --method als starts closer"
 )
+MERGED_WARNING = (
+    "a merged draft speculates at once, but less than its source; retraining brings back the rest"
+)
+_LABELS = {
+    "k_relative_error": "relative error, keys",
+    "v_relative_error": "relative error, values",
+    "k_kept_energy": "kept of the logits",
+    "v_kept_energy": "kept of the outputs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,7 @@ class Summary:
         not_stripped: logical name -> why it stays in the draft although --strip-shared was given.
         copied_files: files beside the weights that were copied.
         digest: the draft's, None for a dry run or without hashing.
-        group_errors: mean relative error of K and V over all heads, None where nothing was pooled.
+        quality: what the method says of its result, by name; see the schema. Empty where it did not run.
         warnings: what the user should not overlook.
     """
 
@@ -41,7 +51,7 @@ class Summary:
     not_stripped: Mapping[str, str] = field(default_factory=dict)
     copied_files: Sequence[str] = ()
     digest: str | None = None
-    group_errors: Mapping[str, float] | None = None
+    quality: Mapping[str, float] = field(default_factory=dict)
     warnings: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -51,7 +61,7 @@ class Summary:
             "source": self.source,
             "out": self.out,
             "written": self.written,
-            "method": plan.request.method if plan.pooled else "copy",
+            "method": plan.method,
             "num_attention_heads": plan.before.num_attention_heads,
             "before": dict(self.before),
             "after": dict(self.after),
@@ -64,7 +74,7 @@ class Summary:
             "not_stripped": dict(self.not_stripped),
             "files": [file.name for file in plan.files],
             "copied_files": list(self.copied_files),
-            "mean_relative_error": None if self.group_errors is None else dict(self.group_errors),
+            "quality": dict(self.quality),
             "draft_digest": self.digest,
             "warnings": list(self.warnings),
         }
@@ -98,13 +108,11 @@ class Summary:
     def _details(self) -> list[tuple[str, str]]:
         plan = self.plan
         details = []
-        if plan.pooled:
-            details.append(("changed", f"{', '.join(plan.changed_tensors)} (--method {plan.request.method})"))
+        if plan.computed:
+            details.append(("changed", _changed(plan)))
         else:
             details.append(("changed", "no tensor; the weights are copied"))
-        if self.group_errors:
-            text = ", ".join(f"{name} {value:.2f}" for name, value in self.group_errors.items())
-            details.append(("relative error a head", f"{text} (mean over all heads; 0 is exact)"))
+        details += [(label, self._quality(name)) for name, label in _LABELS.items() if name in self.quality]
         if plan.renamed:
             details.append(("renamed", f"{len(plan.renamed)} tensors"))
         details += [
@@ -116,6 +124,18 @@ class Summary:
         if self.digest:
             details.append(("draft digest", self.digest))
         return details
+
+    def _quality(self, name: str) -> str:
+        value = self.quality[name]
+        if not name.endswith("_kept_energy"):
+            return f"{value:.2f} (mean over all heads; 0 is exact)"
+        return f"{value:.1%} (mean pooling: {self.quality[f'{name}_by_mean']:.1%})"
+
+
+def _changed(plan: Plan) -> str:
+    parts = ", ".join(dict.fromkeys(computed.part for computed in plan.computed.values()))
+    layers = len({computed.layer for computed in plan.computed.values()})
+    return f"{parts}{f' of {layers} layers' if layers > 1 else ''} (--method {plan.method})"
 
 
 def measure(checkpoint: Checkpoint, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:

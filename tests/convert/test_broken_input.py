@@ -163,6 +163,8 @@ def test_a_missing_shard(cli: Cli, tmp_path: Path) -> None:
         (["--num-kv-heads", 2, "--strip-shared"], 2, "Give --target."),
         (["--num-kv-heads", 2, "--shard-size", "big"], 2, "is no size"),
         (["--num-kv-heads", 2, "--method", "median"], 2, "'median' is not one of"),
+        (["--num-kv-heads", 2, "--method", "als", "--grouping", "none.json"], 2, "--grouping"),
+        (["--num-kv-heads", 2, "--method", "svd", "--refit-output", "none"], 2, "o_proj has to follow"),
         (["--target", "no/such/folder"], 3, "no such folder or config.json"),
     ],
 )
@@ -264,14 +266,14 @@ def test_a_run_that_is_stopped_leaves_no_output(tmp_path: Path, sent: signal.Sig
     source = write_draft(tmp_path / "mha")
     out = tmp_path / "gqa"
     slow = (  # the same command, held up after the first block that it writes
-        "import sys, time\nimport eagle3pack.convert.execute as execute\n"
-        "pool = execute.pool_heads\n"
+        "import sys, time\nimport eagle3pack.convert.compute as compute\n"
+        "pool = compute.pool_heads\n"
         "def held(*args, **kwargs):\n"
         "    for part in pool(*args, **kwargs):\n"
         "        yield part\n"
         "        print('pooling', flush=True)\n"
         "        time.sleep(60)\n"
-        "execute.pool_heads = held\n"
+        "compute.pool_heads = held\n"
         "from eagle3pack.cli import main\nmain()\n"
     )
     command = [sys.executable, "-c", slow, "convert", str(source), str(out), "--num-kv-heads", "2"]

@@ -17,6 +17,9 @@ from safetensors.torch import load_file
 
 from eagle3pack.checkpoint.digest import draft_digest, draft_files, sha256_file
 from eagle3pack.convert.command import ConvertOptions, run_convert
+from eagle3pack.convert.merging.attention import from_matrices, to_matrices
+from eagle3pack.convert.merging.merge import MergeOptions, merge
+from eagle3pack.convert.merging.rotary import rope_spec
 from eagle3pack.convert.summary import Summary
 from eagle3pack.documents import schema_problems
 from eagle3pack.draft.config import parse_draft_config
@@ -104,10 +107,11 @@ def test_the_record_says_what_was_done_and_holds_its_schema(
     assert str(tmp_path) not in json.dumps(found)
     assert found["source"]["files"][0]["sha256"] == sha256_file(source / "model.safetensors")
     assert found["changed_tensors"] == [K, V]
-    assert found["heads"]["head_map"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    groups = found["layers"][0]["groups"]
-    assert [len(group["k_relative_error"]) for group in groups] == [4, 4]
-    assert all(0.5 < error < 1.2 for group in groups for error in group["v_relative_error"])  # random heads
+    (layer,) = found["layers"]
+    assert layer["head_map"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    errors = layer["relative_errors"]
+    assert [len(group) for group in errors["k"]] == [4, 4]
+    assert all(0.5 < error < 1.2 for group in errors["v"] for error in group)  # random heads
     files = found["output"]["files"]
     assert {file["path"] for file in files} == {path.name for path in draft_files(out)}
     for file in files:
@@ -183,6 +187,53 @@ def test_a_draft_with_equal_heads_attends_bit_for_bit_the_same(tmp_path: Path) -
     before = attention(load(source), 8, 8, inputs)
     after = attention(load(tmp_path / "gqa"), 8, 2, inputs)
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("method", ["procrustes", "svd", "als"])
+@pytest.mark.parametrize("raw", [native_config(attention_bias=True), speculators_config()])
+def test_closed_forms_change_queries_keys_values_and_output(
+    tmp_path: Path, method: str, raw: dict[str, Any]
+) -> None:
+    source, out = write_draft(tmp_path / "mha", raw), tmp_path / "gqa"
+    summary = convert(source, out, num_kv_heads=2, method=method, metric="norm", prove=True)
+    found = record(out)
+    assert schema_problems(found, "conversion") == []
+    parts = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.split(".")[2] for name in found["changed_tensors"]} == parts
+    assert found["method"]["parameters"]["metric"] == "norm"
+    before, after = load(source), load(out)
+    for name, old in before.items():
+        if name not in found["changed_tensors"]:
+            assert torch.equal(old.view(torch.uint8), after[name].view(torch.uint8)), name
+    merging = found["layers"][0]["merging"]
+    assert summary.quality["k_kept_energy"] == merging["result"]["kept_keys"]
+    assert merging["result"]["kept_values"] > merging["mean"]["kept_values"]
+    assert all(after[name].isfinite().all() for name in found["changed_tensors"])
+
+
+def test_what_is_written_is_what_the_method_computed(tmp_path: Path) -> None:
+    raw = native_config(num_hidden_layers=2)
+    source = write_draft(tmp_path / "mha", raw)
+    groups = tmp_path / "groups.json"
+    groups.write_text("[[0, 2, 4, 6], [1, 3, 5, 7]]")
+    convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", grouping=str(groups))
+    written, given = load(tmp_path / "gqa"), load(source)
+    spec = rope_spec(parse_draft_config(raw, where="c").rope, 16)
+    options = MergeOptions(2, "als", grouping=((0, 2, 4, 6), (1, 3, 5, 7)), max_distance=512)
+    for prefix in ("midlayer.self_attn.", "layers.1.self_attn."):
+        parts = {name.removeprefix(prefix): x for name, x in given.items() if name.startswith(prefix)}
+        for part, matrix in to_matrices(merge(from_matrices(parts, 16), spec, options).weights).items():
+            assert torch.equal(written[prefix + part], matrix), part
+    assert [layer["head_map"] for layer in record(tmp_path / "gqa")["layers"]] == [
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+    ] * 2
+
+
+def test_a_dry_run_of_a_closed_form_tells_what_it_would_keep(tmp_path: Path) -> None:
+    source = write_draft(tmp_path / "mha")
+    summary = convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", dry_run=True)
+    assert summary.quality["v_kept_energy"] > summary.quality["v_kept_energy_by_mean"]
+    assert not (tmp_path / "gqa").exists()
 
 
 @st.composite

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from eagle3pack.checkpoint.reading import read_tensor
 from eagle3pack.checkpoint.writer import PlannedTensor
 from eagle3pack.convert.compute import LayerResult
 from eagle3pack.convert.merging.attention import from_matrices, to_matrices
+from eagle3pack.convert.merging.grouping import Groups
 from eagle3pack.convert.merging.merge import MergeOptions, merge
 from eagle3pack.convert.merging.metrics import IDENTITY, Metric, embedding_metric, norm_metric
 from eagle3pack.convert.merging.report import MergeReport
@@ -52,7 +54,7 @@ class Merging:
         if computed.layer not in self._reports:
             self._merge(computed.layer)
         tensor = self._made.pop((computed.layer, computed.part))
-        yield memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+        yield memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
     def _merge(self, layer: int) -> None:
         request, config = self.plan.request, self.plan.before
@@ -142,10 +144,10 @@ def load(entry: TensorEntry) -> Tensor:
     return torch.frombuffer(read_tensor(entry), dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
 
 
-def _grouping(text: str) -> str | tuple[tuple[int, ...], ...]:
+def _grouping(text: str) -> Literal["contiguous", "similarity"] | Groups:
     """contiguous, similarity, or the groups that a JSON file lists."""
     if text in ("contiguous", "similarity"):
-        return text
+        return "contiguous" if text == "contiguous" else "similarity"
     try:
         groups = json.loads(Path(text).read_text("utf-8"))
     except (OSError, ValueError) as error:

@@ -1,0 +1,94 @@
+"""`eagle3pack verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from eagle3pack import console
+from eagle3pack.cli.options import common_options
+from eagle3pack.cli.smoke_options import smoke_options, take_smoke_options
+
+if TYPE_CHECKING:
+    from eagle3pack.verify.command import Verified
+    from eagle3pack.verify.smoke.run import SmokeResult
+
+CHECK_FAILED = 3
+
+
+@click.command()
+@click.argument("source")
+@click.option("--target", metavar="TARGET", help="Folder, config.json, hf: or ms: id, or a bundled ORG/NAME.")
+@click.option(
+    "--for",
+    "engines",
+    metavar="ENGINES",
+    help="Whose rules count, of vllm, sglang, tensorrt-llm, llama.cpp; others' become notes. "
+    "[default: vllm,sglang]",
+)
+@click.option(
+    "--tensor-parallel-size", type=click.IntRange(min=1), metavar="N", help="Ranks that will serve it."
+)
+@click.option("--quick", is_flag=True, help="Read no values and run no engine, unless one is named.")
+@click.option("--strict", is_flag=True, help="Warnings fail too.")
+@click.option("--fix", metavar="OUT", help="Write a copy into OUT with every safe mend made.")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write report.json here.")
+@smoke_options
+@common_options
+@click.pass_context
+def verify(
+    click_context: click.Context,
+    source: str,
+    as_json: bool,
+    report: Path | None,
+    smoke: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Hold the draft SOURCE against its target and the engines that will serve it.
+
+    SOURCE is a folder, hf:ORG/NAME[@REVISION] or ms:ORG/NAME[@REVISION]. Each finding says what is wrong, what
+    comes of it and what to do. The exit code is 3 where a check fails that counts.
+
+    \b
+    Examples:
+      eagle3pack verify ./draft --target ./target --report report.json
+      eagle3pack verify ./draft --target MiniMaxAI/MiniMax-M3 --tensor-parallel-size 4 --quick
+    """
+    from eagle3pack.verify.command import VerifyOptions, run_verify, write_mended, write_report
+
+    verified = run_verify(source, VerifyOptions(**options), say=console.say, progress=console.progress)
+    if not as_json:
+        console.print_result(verified.text(verbose=console.is_verbose()))
+    if options["fix"]:
+        write_mended(verified, options["fix"], say=console.say)
+    result = _smoke_test(verified, smoke, report)
+    document = verified.report(smoke=result.section, smoke_passed=result.status != "failed")
+    if report is not None:
+        write_report(document, report)
+    if as_json:
+        console.print_json(document)
+    else:
+        _print_smoke(result)
+    click_context.exit(0 if document["passed"] else CHECK_FAILED)
+
+
+def _smoke_test(verified: Verified, given: dict[str, Any], report: Path | None) -> SmokeResult:
+    """Run the draft in an engine, where there is reason and way to."""
+    from eagle3pack.verify.smoke.run import SmokeResult, run_smoke
+
+    reason = verified.why_no_smoke_test(given["engine"])
+    if reason:
+        return SmokeResult("not_run", reason)
+    size = verified.context.options.tensor_parallel_size
+    options = take_smoke_options(given, tensor_parallel_size=size, report=report)
+    return run_smoke(options, verified.subject(), say=console.say, progress=console.progress)
+
+
+def _print_smoke(result: SmokeResult) -> None:
+    if result.text:
+        console.print_result(result.text)
+    if result.status != "passed":
+        word = "not run" if result.status == "not_run" else "failed"
+        console.print_result(f"smoke test {word}: {result.reason}" + (f"\n  {result.hint}" if result.hint else ""))
