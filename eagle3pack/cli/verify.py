@@ -13,7 +13,6 @@ from eagle3pack.cli.smoke_options import smoke_options, take_smoke_options
 
 if TYPE_CHECKING:
     from eagle3pack.verify.command import Verified
-    from eagle3pack.verify.smoke.run import SmokeResult
 
 CHECK_FAILED = 3
 
@@ -40,6 +39,7 @@ CHECK_FAILED = 3
 @click.pass_context
 def verify(
     click_context: click.Context,
+    /,
     source: str,
     as_json: bool,
     report: Path | None,
@@ -48,8 +48,8 @@ def verify(
 ) -> None:
     """Hold the draft SOURCE against its target and the engines that will serve it.
 
-    SOURCE is a folder, hf:ORG/NAME[@REVISION] or ms:ORG/NAME[@REVISION]. Each finding says what is wrong, what
-    comes of it and what to do. The exit code is 3 where a check fails that counts.
+    SOURCE is a folder, hf:ORG/NAME[@REVISION] or ms:ORG/NAME[@REVISION]. Each finding says what is wrong,
+    what comes of it and what to do. The exit code is 3 where a check fails that counts.
 
     \b
     Examples:
@@ -63,32 +63,35 @@ def verify(
         console.print_result(verified.text(verbose=console.is_verbose()))
     if options["fix"]:
         write_mended(verified, options["fix"], say=console.say)
-    result = _smoke_test(verified, smoke, report)
-    document = verified.report(smoke=result.section, smoke_passed=result.status != "failed")
+    section, figures = _smoke_test(verified, smoke, report)
+    document = verified.report(smoke=section, smoke_passed=section["status"] != "failed")
     if report is not None:
         write_report(document, report)
     if as_json:
         console.print_json(document)
     else:
-        _print_smoke(result)
+        console.print_result(figures)
     click_context.exit(0 if document["passed"] else CHECK_FAILED)
 
 
-def _smoke_test(verified: Verified, given: dict[str, Any], report: Path | None) -> SmokeResult:
-    """Run the draft in an engine, where there is reason and way to."""
-    from eagle3pack.verify.smoke.run import SmokeResult, run_smoke
+def _smoke_test(verified: Verified, given: dict[str, Any], report: Path | None) -> tuple[dict[str, Any], str]:
+    """Run the draft in an engine, where there is reason and way to.
 
+    Returns:
+        The report's section, and the text for a person.
+    """
     reason = verified.why_no_smoke_test(given["engine"])
     if reason:
-        return SmokeResult("not_run", reason)
+        return {"status": "not_run", "reason": reason, "runs": []}, f"smoke test not run: {reason}"
+    from eagle3pack.verify.smoke.run import run_smoke
+
     size = verified.context.options.tensor_parallel_size
     options = take_smoke_options(given, tensor_parallel_size=size, report=report)
-    return run_smoke(options, verified.subject(), say=console.say, progress=console.progress)
-
-
-def _print_smoke(result: SmokeResult) -> None:
-    if result.text:
-        console.print_result(result.text)
-    if result.status != "passed":
-        word = "not run" if result.status == "not_run" else "failed"
-        console.print_result(f"smoke test {word}: {result.reason}" + (f"\n  {result.hint}" if result.hint else ""))
+    result = run_smoke(options, verified.subject(), say=console.say, progress=console.progress)
+    verdict = {
+        "passed": "smoke test passed",
+        "failed": "smoke test failed: ",
+        "not_run": "smoke test not run: ",
+    }
+    lines = [result.text, verdict[result.status] + result.reason, result.hint and f"  {result.hint}"]
+    return result.section, "\n".join(line for line in lines if line)

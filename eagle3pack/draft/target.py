@@ -195,10 +195,26 @@ def bundled_target_names() -> tuple[str, ...]:
     return tuple(_bundled())
 
 
-@lru_cache(maxsize=1)
+def hands_out_states(architecture: str) -> bool | None:
+    """Whether vLLM's class of this architecture gives auxiliary hidden states; None where it has none.
+
+    Source: the class list of vLLM 0.32, bundled as data/vllm-targets.json. An architecture that is not in it
+    may run through the Transformers backend, which gives them.
+    """
+    known = _data("vllm-targets.json")
+    if architecture in known["supports_eagle3"]:
+        return True
+    return False if architecture in known["without"] else None
+
+
 def _bundled() -> dict[str, Any]:
-    file = resources.files("eagle3pack.draft") / "data" / "targets.json"
-    return parse_json_object(file.read_bytes(), where="eagle3pack/draft/data/targets.json")
+    return _data("targets.json")
+
+
+@lru_cache(maxsize=2)
+def _data(name: str) -> dict[str, Any]:
+    file = resources.files("eagle3pack.draft") / "data" / name
+    return parse_json_object(file.read_bytes(), where=f"eagle3pack/draft/data/{name}")
 
 
 def _text_part(top: Fields) -> Fields:
