@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from eagle3pack.checkpoint.opening import opened
+from eagle3pack.checkpoint.opening import opened, require_weights
 from eagle3pack.documents import describe, parse_json_object
 from eagle3pack.errors import InputError
 
@@ -50,18 +51,6 @@ DTYPE_BITS: Mapping[str, int] = {
     "U64": 64,
     "F64": 64,
     "C64": 64,
-}
-
-# What stands under a .safetensors name when a download or a renaming went wrong; compared in lower case.
-_LOOKALIKES: Mapping[bytes, tuple[str, str]] = {
-    b"version https://git-lfs": (
-        "is a Git LFS pointer, not the weights",
-        "Run `git lfs pull` in that repository.",
-    ),
-    b"pk\x03\x04": ("is a zip archive, such as torch.save writes, under this name", "Rename it to *.bin."),
-    b"gguf": ("is a GGUF file under this name", ""),
-    b"<!doctype": ("is a web page, not weights", "Download it again; the server sent a page instead."),
-    b"<html": ("is a web page, not weights", "Download it again; the server sent a page instead."),
 }
 
 
@@ -111,6 +100,14 @@ class Header:
     metadata: Mapping[str, str]
     data_start: int
     file_bytes: int
+
+
+def is_tensor_name(name: str) -> bool:
+    """Whether a header can hold a tensor of this name.
+
+    It cannot hold half a surrogate pair, which JSON may escape and UTF-8 does not have.
+    """
+    return name != "__metadata__" and (name.isascii() or not re.search("[\ud800-\udfff]", name))
 
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
@@ -194,11 +191,8 @@ def render_header(
 
 def _header_length(head: bytes, file_bytes: int, path: Path) -> int:
     """N, from the first bytes of a file."""
-    if not head:
-        raise InputError("is empty", where=str(path), hint="Download it again.")
-    for magic, (problem, hint) in _LOOKALIKES.items():
-        if head.lower().startswith(magic) and head[_LENGTH.size : _LENGTH.size + 1] != b"{":
-            raise InputError(problem, where=str(path), hint=hint)
+    if head[_LENGTH.size : _LENGTH.size + 1] != b"{":
+        require_weights(head, path)
     if len(head) < _LENGTH.size:
         raise InputError(
             f"is {file_bytes} bytes long, too short for a safetensors file",
@@ -231,7 +225,7 @@ def _parse_metadata(value: Any, where: str) -> dict[str, str]:
 def _parse_entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
     """One tensor of a header, its bytes counted."""
     where = f"{path}: tensor {describe(name)}"
-    if not _is_unicode(name):
+    if not is_tensor_name(name):
         raise InputError("its name is no valid Unicode", where=where)
     if not isinstance(value, dict):
         raise InputError(f"is described by {describe(value)}, expected an object", where=where)
@@ -248,11 +242,6 @@ def _parse_entry(name: str, value: Any, path: Path, data_start: int) -> TensorEn
             f"has {nbytes:,} bytes, which {dtype} of shape {describe(shape)} does not fill", where=where
         )
     return TensorEntry(name, dtype, tuple(shape), path, data_start + offsets[0], nbytes)
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can escape half a surrogate pair, which no UTF-8 header could hold again."""
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:

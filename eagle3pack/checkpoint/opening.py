@@ -5,11 +5,23 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from eagle3pack.errors import Eagle3PackError, InputError, PermissionDenied
+
+# What stands under the name of a weight file when a download or a renaming went wrong; in lower case.
+_LOOKALIKES: Mapping[bytes, tuple[str, str]] = {
+    b"version https://git-lfs": (
+        "is a Git LFS pointer, not the weights",
+        "Run `git lfs pull` in that repository.",
+    ),
+    b"<!doctype": ("is a web page, not weights", "Download it again; the server sent a page instead."),
+    b"<html": ("is a web page, not weights", "Download it again; the server sent a page instead."),
+    b"pk\x03\x04": ("is a zip archive, such as torch.save writes, under this name", "Rename it to *.bin."),
+    b"gguf": ("is a GGUF file under this name", ""),
+}
 
 
 @contextmanager
@@ -31,6 +43,19 @@ def opened(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def require_weights(head: bytes, path: Path) -> None:
+    """Raise if the first bytes of a file give it away as empty, or as something else than weights.
+
+    Raises:
+        InputError: they do.
+    """
+    if not head:
+        raise InputError("is empty", where=str(path), hint="Download it again.")
+    for magic, (problem, hint) in _LOOKALIKES.items():
+        if head.lower().startswith(magic):
+            raise InputError(problem, where=str(path), hint=hint)
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> Eagle3PackError:

@@ -6,6 +6,7 @@ come from the file when they are needed. This module is the only one here that i
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +19,15 @@ from eagle3pack.checkpoint.files import (
     read_weight_map,
     require_agreement,
 )
-from eagle3pack.checkpoint.header import Header, TensorEntry
-from eagle3pack.checkpoint.opening import opened
+from eagle3pack.checkpoint.header import Header, TensorEntry, is_tensor_name
+from eagle3pack.checkpoint.opening import opened, require_weights
 from eagle3pack.documents import describe
 from eagle3pack.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
+_ZIP = b"PK\x03\x04"
 _DTYPES = {
     "bfloat16": "BF16",
     "float16": "F16",
@@ -73,7 +75,9 @@ def open_pickles(folder: Path, names: list[str]) -> Checkpoint:
 def _read_pickle(path: Path) -> Header:
     """The tensors of one file, each with a way to its bytes."""
     with opened(path) as descriptor:
-        file_bytes = Path(f"/proc/self/fd/{descriptor}").stat().st_size
+        head, file_bytes = os.pread(descriptor, 32, 0), os.fstat(descriptor).st_size
+    if not head.startswith(_ZIP):
+        require_weights(head, path)
     state = _load(path)
     if not isinstance(state, dict):
         raise InputError(f"holds a {type(state).__name__}, expected tensors by name", where=str(path))
@@ -88,15 +92,16 @@ def _load(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise InputError(
-            "holds more than tensors, or is damaged; nothing but plain tensors is loaded from a pickle",
+            "holds more than tensors, or is damaged; nothing but tensors is loaded from a pickle",
             where=str(path),
-            hint="Save the bare state dict, model.state_dict(), with safetensors.",
+            hint="Save the bare weights, model.state_dict(), with safetensors.",
         ) from None
-    except (RuntimeError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged pickle is a damaged program: it can raise anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
-            f"cannot be read as a PyTorch archive ({str(error).splitlines()[0]})",
+            f"cannot be read as weights that torch.save wrote ({reason})",
             where=str(path),
-            hint="Files from before PyTorch 1.6 must be loaded and saved again.",
+            hint="Download it again; what PyTorch before 1.6 wrote must be loaded and saved again.",
         ) from None
 
 
@@ -104,7 +109,7 @@ def _entry(name: object, value: object, path: Path) -> TensorEntry:
     import torch
 
     where = f"{path}: {describe(name)}"
-    if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+    if not isinstance(name, str) or not is_tensor_name(name) or not isinstance(value, torch.Tensor):
         raise InputError(
             f"is a {type(value).__name__}, expected a tensor under a name",
             where=where,

@@ -31,7 +31,7 @@ from eagle3pack.checkpoint.header import (
 from eagle3pack.checkpoint.kernel import begin_writeback, clone_range, reserve
 from eagle3pack.checkpoint.opening import opened
 from eagle3pack.checkpoint.reading import iter_blocks, read_part, same_bytes
-from eagle3pack.errors import ConflictError
+from eagle3pack.errors import ConflictError, MismatchError
 
 METADATA: Mapping[str, str] = {"format": "pt"}  # transformers refuses a file without it
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -370,7 +370,7 @@ def verify_written(files: Iterable[PlannedFile], folder: Path, *, every_byte: bo
     both files again.
 
     Raises:
-        ConflictError: a file is not what was planned, or its source changed.
+        MismatchError: a file is not what was planned; the disk, or this program, is at fault.
         InputError: a file breaks the format.
     """
     for planned in files:
@@ -379,14 +379,14 @@ def verify_written(files: Iterable[PlannedFile], folder: Path, *, every_byte: bo
         found = [(entry.name, entry.dtype, entry.shape) for entry in header.tensors]
         wanted = [(tensor.name, tensor.dtype, tensor.shape) for tensor in planned.tensors]
         if (found, header.metadata, header.file_bytes) != (wanted, METADATA, planned.nbytes):
-            raise ConflictError("its header is not the one that was planned", where=str(path))
+            raise MismatchError("its header is not the one that was planned", where=str(path))
         for tensor, entry in zip(planned.tensors, header.tensors, strict=True):
             same = same_bytes if every_byte else _same_ends
             if tensor.source is not None and not same(tensor.source, entry):
-                raise ConflictError(
+                raise MismatchError(
                     f"tensor {tensor.name} is not the one in {tensor.source.path}",
                     where=str(path),
-                    hint="Something wrote to a file while it was copied; run it again.",
+                    hint="Run it again; if it stays so, the disk is damaged.",
                 )
 
 
