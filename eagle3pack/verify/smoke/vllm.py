@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 
 _POLL_S = 0.25
 _PROGRESS_EVERY_S = 15.0
+_DYING_S = 1.0
 _PORT_ATTEMPTS = 3  # another process may take the port between our choice and vLLM's bind
 
 
@@ -264,7 +265,7 @@ class VllmServer:
     def _with_log(self, error: EngineError) -> EngineError:
         """The error with the server's own reason for it, if it died; else with the place of the log."""
         process = self._running
-        deadline = time.monotonic() + 2  # a dying server closes its sockets before it ends
+        deadline = time.monotonic() + _DYING_S  # a dying server closes its sockets before it ends
         while process.exit_code is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if process.exit_code is not None:
