@@ -23,6 +23,11 @@ def set_verbosity(level: int) -> None:
     _verbosity = level
 
 
+def is_verbose() -> bool:
+    """Whether the user asked for details."""
+    return _verbosity >= 1
+
+
 def say(text: str = "") -> None:
     """Tell the user something, unless they asked for quiet."""
     if _verbosity >= 0:

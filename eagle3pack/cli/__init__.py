@@ -16,6 +16,7 @@ import click
 from eagle3pack import __version__, console
 from eagle3pack.cli.convert import convert
 from eagle3pack.cli.publish import publish
+from eagle3pack.cli.verify import verify
 from eagle3pack.errors import Eagle3PackError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -35,6 +36,7 @@ def cli() -> None:
 
 cli.add_command(convert)
 cli.add_command(publish)
+cli.add_command(verify)
 
 
 def main() -> None:
