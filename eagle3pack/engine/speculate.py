@@ -29,81 +29,13 @@ from torch import Tensor
 
 from eagle3pack.engine.counters import Counters
 from eagle3pack.engine.draft_model import DraftModel, DraftOutput
+from eagle3pack.engine.generation import DraftPass, Generation, Settings
 from eagle3pack.engine.kv_cache import KeyValueCache
+from eagle3pack.engine.sampling import pick
 from eagle3pack.engine.target import Target, TargetOutput
 from eagle3pack.errors import UsageError
 
 PREFILL_TOKENS = 512  # tokens of a prompt that are read at once: bounds the memory of masks and states
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to generate.
-
-    Attributes:
-        max_tokens: tokens a request returns at most.
-        num_speculative_tokens: k; without a draft it is not used.
-        batch_size: requests in flight at once.
-        temperature: 0 is greedy; above it, tokens are drawn from the target's own distribution.
-        seed: of the draws.
-        ignore_stop_ids: generate max_tokens whatever the target says.
-    """
-
-    max_tokens: int = 128
-    num_speculative_tokens: int = 3
-    batch_size: int = 16
-    temperature: float = 0.0
-    seed: int = 0
-    ignore_stop_ids: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What a run made, and what it took.
-
-    Attributes:
-        outputs: token ids of each prompt's answer, the stop token included where there was one.
-        counters: of each prompt.
-        seconds: wall time of everything.
-        target_seconds: of that, inside the target's forwards.
-        draft_seconds: of that, inside the draft's.
-    """
-
-    outputs: tuple[tuple[int, ...], ...]
-    counters: tuple[Counters, ...]
-    seconds: float
-    target_seconds: float
-    draft_seconds: float
-
-    @property
-    def overhead(self) -> float:
-        """Share of the wall time that was spent outside the forwards."""
-        return 1 - (self.target_seconds + self.draft_seconds) / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPass:
-    """One pass of the draft, for whoever wants its activations (calibration).
-
-    An entry at position p pairs the state after token p with token p + 1. Entries of step 0 see all
-    entries of step 0 before them; entries of step s see those up to position p - s, and the entries of
-    steps 1 to s - 1 of the same round in between.
-
-    Attributes:
-        step: 0 for true states of the target, s for the s-th fed-back hidden state.
-        requests: index of each row's prompt.
-        token_ids: (rows, width).
-        positions: (rows, width).
-        hidden: what the first layer read beside the embeddings, (rows, width, H).
-        widths: how many entries of each row are real; the rest are rejected tokens.
-    """
-
-    step: int
-    requests: tuple[int, ...]
-    token_ids: Tensor
-    positions: Tensor
-    hidden: Tensor
-    widths: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -155,7 +87,8 @@ def generate(
     settings: Settings,
     *,
     draft: DraftModel | None = None,
-    on_tokens: Callable[[int], None] | None = None,
+    on_answer: Callable[[int, Sequence[int], Counters], None] = lambda index, output, counters: None,
+    on_tokens: Callable[[int], None] = lambda count: None,
     on_draft_pass: Callable[[DraftPass], None] | None = None,
 ) -> Generation:
     """Answer prompts, with a draft or without one.
@@ -165,6 +98,7 @@ def generate(
         prompts: token ids.
         settings: limits and sampling.
         draft: loaded for this target (`load_draft(..., target=target)`).
+        on_answer: called when a request ends, with the index of its prompt, its tokens and its counters.
         on_tokens: called with the number of new output tokens.
         on_draft_pass: called with each pass of the draft; tensors are the engine's own and must not be
             changed, and are overwritten by nothing later.
@@ -176,7 +110,7 @@ def generate(
     _require_room(target, prompts, settings)
     if draft is not None:
         target.capture_for(draft.config, where=draft.where)
-    run = _Run(target, draft, settings, on_tokens, on_draft_pass)
+    run = _Run(target, draft, settings, on_answer, on_tokens, on_draft_pass)
     start = run.clock.now()
     with torch.inference_mode():
         requests = run.answer(prompts)
@@ -198,16 +132,18 @@ class _Run:
         target: Target,
         draft: DraftModel | None,
         settings: Settings,
-        on_tokens: Callable[[int], None] | None,
+        on_answer: Callable[[int, Sequence[int], Counters], None],
+        on_tokens: Callable[[int], None],
         on_draft_pass: Callable[[DraftPass], None] | None,
     ) -> None:
         self.target = target
         self.draft = draft
         self.settings = settings
         self.num_speculative_tokens = settings.num_speculative_tokens if draft is not None else 0
-        self.stop_ids = frozenset[int]() if settings.ignore_stop_ids else target.stop_ids
+        self.stop_ids = frozenset[int]() if settings.ignore_stop_ids else target.stop_ids | settings.stop_ids
         self.clock = _Clock(target.device)
-        self._on_tokens = on_tokens or (lambda count: None)
+        self._on_answer = on_answer
+        self._on_tokens = on_tokens
         self._on_draft_pass = on_draft_pass
         self._generator = torch.Generator(target.device).manual_seed(settings.seed)
         self._active: list[_Request] = []
@@ -252,7 +188,7 @@ class _Run:
                 width = chunk.shape[1]
                 drafted = self._catch_up(checked.states, following, row, [start], [request], [width])
                 self._remember(row, drafted, [width - 1])
-        if not self._finished(request):
+        if not self._end_if_finished(request):
             self._active.append(request)
 
     def _round(self) -> None:
@@ -359,11 +295,7 @@ class _Run:
         Accepting a proposal exactly where it equals a draw from the target leaves the distribution of
         the text the target's own: it is rejection sampling against a draft that is sure of itself.
         """
-        if not self.settings.temperature:
-            return logits.argmax(dim=-1)
-        chances = torch.softmax(logits.float() / self.settings.temperature, dim=-1)
-        drawn = torch.multinomial(chances.flatten(0, 1), 1, generator=self._generator)
-        return drawn.view(logits.shape[:2])
+        return pick(logits, self.settings.temperature, self.settings.top_p, self._generator)
 
     def _keep(self, request: _Request, tokens: Sequence[int]) -> None:
         """Append tokens up to the length limit or the first stop token."""
@@ -372,14 +304,18 @@ class _Run:
         request.output += tokens[: stop + 1]
         self._on_tokens(len(tokens[: stop + 1]))
 
-    def _finished(self, request: _Request) -> bool:
-        return len(request.output) >= self.settings.max_tokens or request.output[-1] in self.stop_ids
+    def _end_if_finished(self, request: _Request) -> bool:
+        """Hand out the answer of a request that is complete; tells whether it is."""
+        if len(request.output) < self.settings.max_tokens and request.output[-1] not in self.stop_ids:
+            return False
+        self._on_answer(request.index, request.output, _counters(request, self.num_speculative_tokens))
+        return True
 
     def _drop_finished(self) -> list[int]:
         """Take finished requests out, moving the last row into each gap; returns where each row was."""
         rows = list(range(len(self._active)))
         for row in reversed(range(len(rows))):
-            if not self._finished(self._active[row]):
+            if not self._end_if_finished(self._active[row]):
                 continue
             tail, was = self._active.pop(), rows.pop()
             if row < len(rows):

@@ -12,7 +12,8 @@ import torch
 
 from eagle3pack.engine.counters import Counters, total
 from eagle3pack.engine.draft_model import DraftModel
-from eagle3pack.engine.speculate import DraftPass, Settings, generate
+from eagle3pack.engine.generation import DraftPass, Settings
+from eagle3pack.engine.speculate import generate
 from eagle3pack.engine.target import Target, load_target
 from eagle3pack.errors import InputError, UsageError
 from tests.engine import oracle
@@ -135,6 +136,12 @@ def test_a_stop_token_ends_a_request_and_is_part_of_it(
     ]
     assert [list(output) for output in stopped.outputs] == expected
     assert any(len(output) < 40 for output in expected)
+
+
+def test_further_stop_tokens_can_be_given(small: Target) -> None:
+    settings = replace(FREE, ignore_stop_ids=False, stop_ids=frozenset(range(VOCABULARY)))
+
+    assert {len(output) for output in generate(small, PROMPTS, settings).outputs} == {1}
 
 
 def test_text_is_that_of_transformers_generate(small: Target) -> None:
@@ -271,12 +278,22 @@ def test_draft_passes_are_observed_with_true_states_first(
         torch.testing.assert_close(torch.stack([seen[p] for p in positions]), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_progress_is_told_in_tokens(small: Target) -> None:
+def test_progress_and_answers_are_told(small: Target, make_draft: Callable[..., DraftModel]) -> None:
     told: list[int] = []
+    answers: dict[int, tuple[tuple[int, ...], Counters]] = {}
 
-    generation = generate(small, PROMPTS, FREE, on_tokens=told.append)
+    generation = generate(
+        small,
+        PROMPTS,
+        FREE,
+        draft=make_draft(target=small, **SMALL),
+        on_tokens=told.append,
+        on_answer=lambda index, output, counters: answers.update({index: (tuple(output), counters)}),
+    )
 
     assert sum(told) == total(generation.counters).output_tokens
+    expected = zip(generation.outputs, generation.counters, strict=True)
+    assert [answers[index] for index in range(len(PROMPTS))] == list(expected)
     assert 0 <= generation.overhead < 1
 
 
