@@ -82,10 +82,8 @@ class HuggingFace:
             try:
                 info = self._api.repo_info(self.repo_id, revision=revision)
                 entries = list(self._api.list_repo_tree(self.repo_id, recursive=True, revision=info.sha))
-            except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-                if _status(error) == 401:  # the hub's answer to a bad token, too
-                    raise PermissionDenied("login failed", where=self.url, hint=LOGIN_HINT) from error
-                return None
+            except (RepositoryNotFoundError, RevisionNotFoundError):
+                return None  # a missing one answers 401 to those who are not logged in
         files = {
             entry.path: RemoteFile(entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
             for entry in entries

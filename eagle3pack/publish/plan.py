@@ -154,7 +154,7 @@ def plan_hub(
     changes = tuple(state.lacks(wanted)) if state else wanted
     if any(file.path == CARD for file in changes):
         _require_card_accepted(hub, card)
-    extra = sorted(set(state.files) - {file.path for file in files}) if state else []
+    extra = sorted(set(state.files) - {file.path for file in files} - {".gitattributes"}) if state else []
     deletes = [path for path in extra if path.endswith(WEIGHT_ENDINGS)]
     if deletes and not wishes.prune:
         raise ConflictError(

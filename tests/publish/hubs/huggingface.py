@@ -94,6 +94,7 @@ class HuggingFace(HubServer):
             ("GET", f"/api/models/{ID}/tree/(?P<revision>[^/]+|refs/pr/[0-9]+)", self.tree),
             ("POST", f"/api/models/{ID}/paths-info/(?P<revision>.+)", self.tree),
             ("GET", f"/api/models/{ID}/refs", self.refs),
+            ("GET", f"/api/models/{ID}/discussions", self.discussions),
             ("GET", f"/api/models/{ID}/commits/(?P<revision>.+)", self.commits),
             ("POST", f"/api/models/{ID}/tag/(?P<revision>.+)", self.tag),
             ("PUT", f"/api/models/{ID}/settings", self.settings),
@@ -383,6 +384,24 @@ class HuggingFace(HubServer):
                 for n, commits in repo.pull_requests.items()
             ]
         return Reply(body=answer)
+
+    def discussions(self, request: Request, repo_id: str) -> Reply:
+        if refused := self.refusal(request, repo_id):
+            return refused
+        numbers = sorted(self.repos[repo_id].pull_requests, reverse=True)
+        found = [
+            {
+                "num": number,
+                "title": self.repos[repo_id].pull_requests[number][0].title,
+                "author": {"name": "tester"},
+                "repo": {"name": repo_id, "type": "model"},
+                "isPullRequest": True,
+                "status": "open",
+                "createdAt": "2026-01-01T00:00:00.000Z",
+            }
+            for number in numbers
+        ]
+        return Reply(body={"discussions": found, "count": len(found), "start": 0})
 
     def tag(self, request: Request, repo_id: str, revision: str) -> Reply:
         if refused := self.refusal(request, repo_id, write=True):
