@@ -14,12 +14,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from eagle3pack.draft.config import DraftConfig
 from eagle3pack.draft.target import TargetSpec, default_aux_layer_ids, read_target
 from eagle3pack.engine.kv_cache import KeyValueCache, attention_mask
 from eagle3pack.errors import InputError, UsageError
+
+# What transformers raises for a config, a weight file or an architecture that it cannot load.
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    SafetensorError,
+)
 
 
 class TargetOutput(NamedTuple):
@@ -144,7 +157,7 @@ class Target:
             states = torch.cat([self._captured.pop(k) for k in self.aux_layer_ids], dim=-1)
         else:
             states = self._final  # type: ignore[assignment]
-        self._final = None
+        self._final, self._kept = None, slice(None)
         return TargetOutput(output.logits, states)
 
     def _mask(self, positions: Tensor, length: int) -> Any:
@@ -229,7 +242,7 @@ def _load_model(folder: Path, dtype: torch.dtype, device: torch.device | str) ->
         model = model.to(device).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise _does_not_fit(folder, error) from None
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError) as error:
+    except _LOADING_ERRORS as error:
         if isinstance(error, RuntimeError) and "alloc" in str(error):
             raise _does_not_fit(folder, error) from None  # what the CPU allocator raises
         raise InputError(
