@@ -45,9 +45,10 @@ def describe(tensors: Mapping[str, Sample]) -> dict[str, Any]:
 
 
 def file_bytes(tensors: Mapping[str, Sample], metadata: Mapping[str, str] | None = None) -> bytes:
-    """A sound file."""
+    """A sound file, its data aligned to 8 bytes as usual."""
     header = {"__metadata__": dict(metadata)} if metadata else {}
-    return assemble(header | describe(tensors), b"".join(data for _, _, data in tensors.values()))
+    text = json.dumps(header | describe(tensors)).encode()
+    return assemble(text + b" " * (-len(text) % 8), b"".join(data for _, _, data in tensors.values()))
 
 
 def write_weights(
