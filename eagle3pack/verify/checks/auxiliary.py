@@ -67,6 +67,8 @@ def ids_in_both_places(context: Context) -> Iterator[Finding]:
         return  # the format has one place, and engines that read the format read it there
     (name, ids), missing_top = next(iter(places.items())), KEY not in places
     ids = values[0]
+    if not missing_top and len(ids) != 3 and not context.top.has("num_aux_hidden_states"):
+        raise Undecided("the ids at the top alone do not size fc either (T09)")
     harmless = context.has_target and tuple(ids) == context.default_aux_ids
     yield Finding(
         f"the ids are only in {name}: "

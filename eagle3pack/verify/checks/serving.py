@@ -193,7 +193,7 @@ def kernels_exist(context: Context) -> Iterator[Finding]:
         yield Finding(
             f"multi-head attention ({context.config.num_attention_heads} key/value heads) at pages "
             f"of {PAGE_TOKENS} tokens has no FlashInfer kernel on Blackwell",
-            'Serve with "attention_backend": "FLASH_ATTN" in --speculative-config, or run `eagle3pack convert`.',
+            'Serve with "attention_backend": "FLASH_ATTN" in --speculative-config, or convert the draft.',
             file=CONFIG_NAME,
             key="num_key_value_heads",
             found=context.config.num_key_value_heads,

@@ -195,6 +195,8 @@ def exact_shapes(context: Context) -> Iterator[Finding]:
         if shape is None or name.startswith("fc_norm."):
             continue
         judged = _AXES_JUDGED.get(_without_layer(name), frozenset())
+        if name.endswith("o_proj.weight") and shape[1:] == (context.rows(name.replace(".o_", ".q_")),):
+            judged = frozenset({1})  # as wide as the queries: C07 judges both
         wrong_rank = len(shape) != len(spec.shape)
         if wrong_rank and name in ("d2t", "t2d", "embed_tokens.weight"):
             continue  # V03, V09, T12
@@ -333,8 +335,8 @@ def other_width(context: Context) -> Iterator[Finding]:
         ):
             raise Undecided("target_hidden_size does not fit fc (T08)")
         yield Finding(
-            f"the draft is {config.hidden_size} wide, its target {config.target_hidden_size}: it cannot share "
-            "the target's embedding and has none of its own",
+            f"the draft is {config.hidden_size} wide, its target {config.target_hidden_size}: it cannot "
+            "share the target's embedding and has none of its own",
             "Add the embed_tokens.weight that the draft was trained with.",
             tensor="embed_tokens.weight",
             expected=[config.vocab_size, config.hidden_size],

@@ -49,6 +49,8 @@ def is_absolute(context: Context, d2t: Array) -> bool:
     )
     if not ascending or len(d2t) < 2:
         return False
+    if int(d2t[-1]) == len(d2t) - 1:  # arange: as offsets every second token, as ids the first ones
+        return True
     targets = d2t + np.arange(len(d2t))
     if int(targets[-1]) >= context.config.vocab_size:
         return True
@@ -232,7 +234,7 @@ def map_holds_offsets(context: Context) -> Iterator[Finding]:
     d2t = _offsets(context)
     if is_absolute(context, d2t):
         yield Finding(
-            f"d2t holds ids (it ends with {int(d2t[-1])}, and {int(d2t[-1])} + {len(d2t) - 1} is no token)",
+            f"d2t holds ids, {[int(value) for value in d2t[:_MAX_LISTED]]} and so on, where offsets belong",
             "Store d2t - arange(len(d2t)).",
             tensor=context.tensors["d2t"].name,
             found=[int(value) for value in d2t[:_MAX_LISTED]],

@@ -1,0 +1,55 @@
+"""Every fault raises exactly its errors, and every good draft none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle3pack.documents import schema_problems
+from eagle3pack.draft.target import parse_target_config
+from eagle3pack.verify.context import Context, Options
+from eagle3pack.verify.report import Examination, build_report, examine
+from tests.verify.drafts import GOOD, Draft, write_target
+from tests.verify.faults import FAULTS, Fault
+
+
+def examined(draft: Draft, folder: Path, **options: object) -> tuple[Context, Examination]:
+    """Write a draft and its target, and ask every check."""
+    draft.write(folder / "draft")
+    write_target(folder / "target", draft.target)
+    context = Context(
+        folder / "draft",
+        Options(**options),  # type: ignore[arg-type]
+        target=parse_target_config(draft.target, where="target", name="org/target"),
+        target_text=str(folder / "target"),
+    )
+    return context, examine(context)
+
+
+def ids(examination: Examination, severity: str) -> set[str]:
+    """The failed checks of a severity."""
+    return {outcome.check.id for outcome in examination.failed(severity)}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.row} {fault.name}")
+def test_a_fault_raises_exactly_its_errors(fault: Fault, tmp_path: Path) -> None:
+    context, examination = examined(fault.make(), tmp_path, **fault.options)
+
+    assert ids(examination, "error") == fault.errors, [
+        (o.check.id, f.message) for o in examination.failed("error") for f in o.findings
+    ]
+    assert fault.warnings <= ids(examination, "warning")
+    report = build_report(context, examination, source="x", revision=None, strict=False)
+    assert not schema_problems(report, "report")
+    json.dumps(report, allow_nan=False)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_draft_has_no_error(name: str, tmp_path: Path) -> None:
+    _, examination = examined(GOOD[name](), tmp_path)
+
+    assert ids(examination, "error") == set(), [
+        (o.check.id, f.message) for o in examination.failed("error") for f in o.findings
+    ]
