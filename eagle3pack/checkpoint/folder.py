@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from eagle3pack.checkpoint.files import list_files
 from eagle3pack.checkpoint.kernel import DISK_FULL, exchange
 from eagle3pack.errors import ConflictError, PermissionDenied, TransportError, UsageError
 
@@ -30,18 +31,17 @@ def require_separate(source: Path, out: Path) -> None:
 
     Raises:
         UsageError: they are the same, one is inside the other, or the source's files lie in OUT.
+        InputError: there is no source folder.
+        PermissionDenied: it may not be read.
     """
-    where = f"OUT {out}"
-    outside, inside = _lineage(out), _lineage(source)
-    if outside and inside and outside[0] == inside[0] and out.exists():
-        raise UsageError("is the source folder", where=where, hint=_ELSEWHERE)
-    if _identity(source) in outside:
-        raise UsageError("lies in the source folder", where=where, hint=_ELSEWHERE)
-    if out.exists():
-        links = [path for path in source.iterdir() if path.is_symlink()] if source.is_dir() else []
-        for path in (source, *links):
-            if _identity(out) in _lineage(path):
-                raise UsageError(f"holds the source ({path})", where=where, hint=_ELSEWHERE)
+    place, where = Path(os.path.realpath(out)), f"OUT {out}"
+    if _identity(source) in _lineage(place):
+        problem = "is" if _identity(place) == _identity(source) else "lies in"
+        raise UsageError(f"{problem} the source folder", where=where, hint=_ELSEWHERE)
+    links = [source / name for name in list_files(source) if (source / name).is_symlink()]
+    for path in (source, *links):
+        if _identity(place) in _lineage(path):
+            raise UsageError(f"holds the source ({path})", where=where, hint=_ELSEWHERE)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -120,7 +120,10 @@ def _parents(place: Path) -> Iterator[None]:
     """Make the folders above a place; those that were made are gone after an error."""
     made = [parent for parent in place.parents if not parent.exists()]
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
         yield
     except BaseException:
         for parent in made:
