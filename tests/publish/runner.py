@@ -54,6 +54,7 @@ class Runner:
             "HF_HUB_DISABLE_XET": "0" if xet else "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "NO_PROXY": "*",
+            "MODELSCOPE_API_MAX_RETRIES": "1",
             "OMP_NUM_THREADS": "1",
         }
         self._server = subprocess.Popen(
@@ -95,10 +96,9 @@ def serve() -> None:
     import modelscope_hub
     import yaml
 
-    import eagle3pack.publish.command
-    from eagle3pack.publish import flow
+    from eagle3pack.publish import command, flow
 
-    assert huggingface_hub and jinja2 and jsonschema and matplotlib and modelscope_hub and yaml
+    assert command and huggingface_hub and jinja2 and jsonschema and matplotlib and modelscope_hub and yaml
     flow.FIRST_WAIT_S = 0.02
     for line in sys.stdin:
         order = json.loads(line)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from eagle3pack.documents import require_valid
@@ -52,7 +55,9 @@ def test_blobs_are_at_both_hubs_before_either_commits(place: Place) -> None:
     for hub in (place.hf, place.ms):
         serve = hub.serve
 
-        def watched(request, serve=serve, name=type(hub).__name__):  # type: ignore[no-untyped-def]
+        name = type(hub).__name__
+
+        def watched(request, serve=serve, name=name):  # type: ignore[no-untyped-def]
             if request.method == "PUT" or "/commit/" in request.path:
                 times.append(f"{name} {'commit' if '/commit/' in request.path else 'blob'}")
             return serve(request)
@@ -222,10 +227,6 @@ import os
 snapshot_download("org/tiny", endpoint=os.environ["HF_ENDPOINT"], local_dir="from-hf")
 HubApi().download_repo("org/tiny", "model", local_dir="from-ms")
 """
-    import os
-    import subprocess
-    import sys
-
     environment = (
         os.environ | place.env | {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(tmp_path / "home")}
     )
