@@ -21,6 +21,8 @@ from eagle3pack.errors import ConflictError, PermissionDenied, TransportError, U
 
 # A folder that is replaced must hold one of these: --overwrite with a wrong path is no way to lose a home.
 _MARKS = ("config.json", "eagle3pack.json")
+# A name that cannot be, a mount point, a folder in a lower layer of a container's image.
+_NO_PLACE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EBUSY, errno.EXDEV)
 _ELSEWHERE = "Give a folder apart from the source."
 
 
@@ -80,7 +82,8 @@ def new_folder(out: Path, *, overwrite: bool, nbytes: int = 0) -> Iterator[Path]
         with _parents(place), _locked(_sibling(place), out) as temporary:
             try:
                 yield temporary
-                _sync_tree(temporary)
+                for path in (*temporary.rglob("*"), temporary):
+                    _sync(path)
                 require_free(out, overwrite=overwrite)
                 _move(temporary, place)
             finally:
@@ -180,14 +183,17 @@ def _lock(descriptor: int) -> bool | None:
     return True
 
 
-def _sync_tree(folder: Path) -> None:
-    """Make every file of a folder durable, and the folder's list of them."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _sync(path: Path) -> None:
+    """Make a file durable, or a folder's list of its files."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot for a folder, and do it anyway when it changes.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _move(temporary: Path, place: Path) -> None:
@@ -201,8 +207,7 @@ def _move(temporary: Path, place: Path) -> None:
             temporary.rename(place)
         finally:
             _finish_swap(place)
-    with _directory(place.parent) as parent:
-        os.fsync(parent)
+    _sync(place.parent)
 
 
 def _finish_swap(place: Path) -> None:
@@ -230,8 +235,8 @@ def _explained(out: Path, place: Path, nbytes: int) -> Iterator[None]:
             ) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise PermissionDenied(f"may not be written ({reason})", where=error.filename or where) from None
-        if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EBUSY):
-            raise UsageError(f"cannot be made a folder ({reason})", where=where) from None
+        if error.errno in _NO_PLACE:
+            raise UsageError(f"cannot be made or replaced there ({reason})", where=where) from None
         if error.errno == errno.ENOTEMPTY:
             raise ConflictError("appeared while it was being written", where=where) from None
         if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):

@@ -88,6 +88,22 @@ def test_everything_is_durable_before_it_has_its_name(
     assert synced == ["config.json", ".out.eagle3pack", tmp_path.name]
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+def test_a_folder_that_cannot_be_synced_is_an_error_only_where_that_means_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if code == errno.EIO:
+        with pytest.raises(TransportError):
+            write(tmp_path / "out", "{}")
+    else:
+        write(tmp_path / "out", "{}")
+
+
 # OUT exists
 
 
