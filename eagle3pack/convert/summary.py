@@ -12,7 +12,7 @@ from eagle3pack.convert.requirements import FLOAT_DTYPES
 
 POOLED_WARNING = (
     "a pooled draft is a starting point: it accepts far fewer tokens than its source until it is retrained "
-    "(the published MiniMax-M3 GQA head was); --method als starts closer"
+    "(the published MiniMax-M3 GQA head was). --method als starts far closer; --dry-run tells how close"
 )
 MERGED_WARNING = (
     "a merged draft speculates at once, but less than its source; retraining brings back the rest"

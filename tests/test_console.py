@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3pack.console import format_bytes, table
+from tests.cli import Cli
+from tests.tiny import write_draft
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (6_604_734_448, "6.6 GB"),
+        (999_999, "1 MB"),
+        (5e15, "5e+03 TB"),
+    ],
+)
+def test_bytes_are_written_as_disks_count_them(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_a_table_aligns_numbers_right_and_words_left() -> None:
+    assert table([("name", "1.5"), ("x", "12.25")], indent="") == "name    1.5\nx     12.25"
+
+
+def test_errors_are_one_line_and_a_hint(cli: Cli, tmp_path: Path) -> None:
+    result = cli("convert", tmp_path / "none", tmp_path / "out", "--num-kv-heads", 2)
+    lines = result.err.splitlines()
+    assert lines[0].startswith("error: ") and lines[1].startswith("hint: ") and len(lines) == 2
+    assert result.out == ""
+
+
+def test_quiet_says_nothing_and_version_is_the_packages(cli: Cli, tmp_path: Path) -> None:
+    source = write_draft(tmp_path / "mha")
+    result = cli("convert", source, tmp_path / "gqa", "--num-kv-heads", 2, "-q")
+    assert (result.code, result.out, result.err) == (0, "", "")
+    assert cli("--version").out.startswith("eagle3pack, version ")
+
+
+def test_a_terminal_is_shown_a_bar_with_rate_and_a_pipe_is_not(tmp_path: Path) -> None:
+    source = write_draft(tmp_path / "mha")
+    command = [sys.executable, "-m", "eagle3pack", "convert", str(source), "--num-kv-heads", "2"]
+    piped = subprocess.run([*command, str(tmp_path / "one")], capture_output=True, text=True, check=True)
+    assert "%" not in piped.stderr
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([*command, str(tmp_path / "two")], stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                block = os.read(ours, 4096)
+            except OSError:  # the terminal's other side is closed
+                break
+            if not block:
+                break
+            shown += block
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"converting" in shown and b"100%" in shown and b"B/s" in shown
