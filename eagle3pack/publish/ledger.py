@@ -24,7 +24,7 @@ _BOUND = re.compile(f"{OPEN}[^{CLOSE}]*{CLOSE}")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 _ADDRESS = re.compile(r"https?://\S+|\]\([^)]*\)")
 # A word that begins with a letter is a name, whatever follows: EAGLE3, vLLM, MiniMax-M3, H200, v1.2.
-NAME = re.compile(r"(?<![\w.])(?:arXiv:[\d.]+|[^\W\d_][\w.+@-]*)")
+NAME = re.compile(r"(?<![\w.])(?:arXiv:[\d.]+|[A-Za-z][\w.+-]*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,11 @@ class Document:
         node = self.root
         for part in pointer.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
-            found = node[int(key)] if isinstance(node.raw, list) and key.isdigit() else node[key]
-            if found.raw is None:
+            if isinstance(node.raw, list):
+                found = node[int(key)] if key.isdigit() and int(key) < len(node) else None
+            else:
+                found = node[key]
+            if found is None or found.raw is None:
                 raise InputError(f"{pointer} is not in {self.name}")
             node = found
         return node
