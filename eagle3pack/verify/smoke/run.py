@@ -15,7 +15,6 @@ from eagle3pack.verify.smoke.options import SmokeOptions, Subject
 from eagle3pack.verify.smoke.probes import Probe, run_probes
 from eagle3pack.verify.smoke.protocol import Engine, EngineError, EngineFacts, Sampling
 
-# from eagle3pack.verify.smoke.questions import load_questions
 from eagle3pack.verify.smoke.questions import load_questions
 from eagle3pack.verify.smoke.render import render_run
 from eagle3pack.verify.smoke.report import Outcome, smoke_run

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from eagle3pack.engine.counters import Counters
+from eagle3pack.engine.counters import Counters, total
 from eagle3pack.sources import Location
 from eagle3pack.verify.smoke.installation import Installation
 from eagle3pack.verify.smoke.launch import EngineOptions
@@ -124,18 +124,7 @@ class ScriptedEngine:
             tuple(drafts if i < accepted else 0 for i in range(self.k)),
             sampling.max_tokens,
         )
-        self.counters = Counters(
-            self.counters.drafts + drafts,
-            self.counters.draft_tokens + counters.draft_tokens,
-            self.counters.accepted_tokens + counters.accepted_tokens,
-            tuple(
-                a + b
-                for a, b in zip(
-                    self.counters.accepted_per_position, counters.accepted_per_position, strict=True
-                )
-            ),
-            self.counters.output_tokens + sampling.max_tokens,
-        )
+        self.counters = total([self.counters, counters])
         tokens = tuple(range(sampling.max_tokens))
         if sampling.stop_token_ids:
             return Completion("", (0,), (1, 2), 1, counters if self.k else None)

@@ -1,4 +1,4 @@
-"""What vLLM said when it failed, and what we make of it. The strings are those measured with vLLM 0.32."""
+"""What vLLM said when it failed, and what we make of it; the strings were measured with vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFIX = "(VllmWorker-0 pid=8249) ERROR 11-30 18:08:05 [multiproc_executor.py:95
 MEASURED = [
     ("RuntimeError: start (0) + length (256) exceeds dimension size (128).", "C10"),
     (
-        "ValueError: There is no module or parameter named 'draft_id_to_target_id' in Eagle3LlamaForCausalLM.",
+        "ValueError: There is no module or parameter named 'draft_id_to_target_id' in LlamaModel.",
         "V02",
     ),
     ("ValueError: There is no module or parameter named 'model' in LlamaModel. The available", "T02"),
@@ -107,7 +107,8 @@ def test_the_first_cause_is_told_not_the_last_words() -> None:
         [
             PREFIX
             + "ValueError: Available memory on node 0 (9.68/11.09 GiB) on startup is less than desired",
-            "(EngineCore pid=8218) ERROR 11-30 18:08:06 [core.py:1510] Exception: WorkerProc initialization failed",
+            PREFIX
+            + "Exception: WorkerProc initialization failed due to an exception in a background process",
             "RuntimeError: Engine core initialization failed. See root cause above.",
         ]
     )
