@@ -1,0 +1,64 @@
+"""What the command line refuses before anything is read or sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.publish.conftest import HF, Place
+
+
+@pytest.mark.parametrize(
+    ("options", "to", "message"),
+    [
+        ((), ("org/tiny",), "hf:ORG/NAME"),
+        ((), (), "no destination"),
+        ((), (HF, "hf:org/other"), "two repositories"),
+        (("--offline",), (HF,), "--dry-run"),
+        (("--pr", "--tag", "v1"), (HF,), "pull request"),
+        (("--lang", "fr"), (HF,), "fr"),
+        (("--allow-unverified", " "), (HF,), "reason"),
+        (("--no-report",), (HF,), "no report"),
+        (("--config", "nowhere.yaml"), (HF,), "nowhere.yaml"),
+    ],
+)
+def test_it_is_refused(place: Place, options: tuple[str, ...], to: tuple[str, ...], message: str) -> None:
+    outcome = place.publish(*options, to=to)
+    assert outcome.code in (2, 3) and message in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert not place.hf.log
+
+
+def test_without_a_settings_file(place: Place) -> None:
+    (place.root / "publish.yaml").unlink()
+    outcome = place.publish(to=(HF,))
+    assert outcome.code == 2 and "publish.yaml" in outcome.stderr
+
+
+@pytest.mark.parametrize("text", ["", "- a list", "name: [", "name: x\nlicence: mit\n"])
+def test_settings_that_cannot_be_read(place: Place, text: str) -> None:
+    (place.root / "publish.yaml").write_text(text)
+    outcome = place.publish(to=(HF,))
+    assert outcome.code == 3 and "publish.yaml" in outcome.stderr
+
+
+def test_a_draft_that_no_engine_ran_needs_a_reason(place: Place) -> None:
+    place.rewrite_report(smoke={"status": "not_run", "reason": "no GPU here", "runs": []})
+    outcome = place.publish(to=(HF,))
+    assert outcome.code == 3 and "no GPU here" in outcome.stderr
+    assert place.publish("--allow-unverified", "measured elsewhere", to=(HF,)).code == 0
+    card = place.content(place.hf)["README.md"].decode()
+    assert "Published all the same because: measured elsewhere" in card
+    assert "- No acceptance was measured." in card
+
+
+def test_a_report_of_other_bytes_is_refused(place: Place) -> None:
+    config = place.draft / "config.json"
+    config.write_text(config.read_text() + "\n")
+    outcome = place.publish(to=(HF,))
+    assert outcome.code == 3 and "verify" in outcome.stderr
+    assert not place.hf.log
+
+
+def test_help_has_an_example(place: Place) -> None:
+    outcome = place.runner.run(["publish", "--help"], cwd=place.root, env={})
+    assert outcome.code == 0 and "eagle3pack publish ./draft-gqa" in outcome.stdout
