@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_everything_arrives(tmp_path: Path) -> None:
     prompts = tmp_path / "q.jsonl"
     prompts.write_text('{"prompt": "hi"}\n')
     options = parsed(
-        *("--engine vllm --vllm-command /opt/vllm --num-speculative-tokens 5 --max-concurrency 8").split(),
+        *shlex.split("--engine vllm --vllm-command /opt/vllm --num-speculative-tokens 5 --max-concurrency 8"),
         *(
             "--prompts",
             str(prompts),
@@ -54,12 +55,12 @@ def test_everything_arrives(tmp_path: Path) -> None:
             "--category",
             "b",
         ),
-        *(
+        *shlex.split(
             "--max-tokens 9 --baseline --min-acceptance-length 2 --min-retention 0.9 --min-agreement 0.5"
-        ).split(),
+        ),
         *("--against", str(draft), "--no-probes", "--enforce-eager", "--dtype", "bfloat16"),
-        *("--max-model-len 99 --attention-backend FLASH_ATTN --block-size 128 --device cuda:1").split(),
-        *("--engine-arg a=b --engine-arg flag --start-timeout 5 --request-timeout 6").split(),
+        *shlex.split("--max-model-len 99 --attention-backend FLASH_ATTN --block-size 128 --device cuda:1"),
+        *shlex.split("--engine-arg a=b --engine-arg flag --start-timeout 5 --request-timeout 6"),
         report=tmp_path / "report.json",
     )
     assert (options.engine, options.vllm_command, options.device) == ("vllm", "/opt/vllm", "cuda:1")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,3 +232,12 @@ def test_a_dtype_that_is_none(changes: dict[str, Any], subject: Subject, options
     )
     with pytest.raises(UsageError, match="--dtype"):
         run_smoke(asked, subject)
+
+
+def test_a_run_with_vllm_costs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, eagle3pack.verify.smoke.run, eagle3pack.verify.smoke.engines; "
+        "print(sorted({'torch', 'transformers', 'httpx', 'prometheus_client'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
