@@ -54,7 +54,8 @@ def open_checkpoint(folder: Path, *, partial: bool = False, pickles: bool = Fals
         folder: the model.
         partial: shards may be missing; their tensors are then left out (a target of which only some
             files were fetched).
-        pickles: read `.bin` and `.pt` files too, where there are no safetensors; this imports torch.
+        pickles: read `.bin` and `.pt` files too, where there are no safetensors (this imports torch), and
+            the folders that a trainer saved with torch.distributed.checkpoint.
 
     Raises:
         InputError: no weights, a file that breaks its format, or files and index that do not agree.
@@ -65,6 +66,16 @@ def open_checkpoint(folder: Path, *, partial: bool = False, pickles: bool = Fals
     if INDEX_FILE in names:
         return _open_shards(folder, weights, partial)
     if not weights:
+        from eagle3pack.checkpoint.distributed import model_folder, open_distributed
+
+        if model := model_folder(folder):
+            if pickles:
+                return open_distributed(model)
+            raise InputError(
+                "is a training checkpoint",
+                where=str(folder),
+                hint="`eagle3pack convert` reads it and writes safetensors.",
+            )
         return _open_pickles(folder, names, pickles)
     if len(weights) > 1:
         raise InputError(
