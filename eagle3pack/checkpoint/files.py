@@ -7,6 +7,7 @@ lists; most leave a missing tensor at its random values), so that here each of t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from eagle3pack.errors import InputError, PermissionDenied
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_INDEX_FILE = "pytorch_model.bin.index.json"
+_SHARD = re.compile(r"-\d+-of-(?!0*1\.)\d+\.safetensors$")  # of more than one
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 # What Hugging Face's Trainer and accelerate leave beside the weights.
 _TRAINER_STATE = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
@@ -83,7 +85,7 @@ def open_checkpoint(folder: Path, *, partial: bool = False, pickles: bool = Fals
             where=str(folder),
             hint="Download the index too, or delete the files that do not belong to this model.",
         )
-    if "-of-" in weights[0] and not partial:
+    if _SHARD.search(weights[0]) and not partial:
         raise InputError(
             f"holds the shard {weights[0]} and no {INDEX_FILE}",
             where=str(folder),

@@ -169,7 +169,7 @@ def _aligned(tensors: list[PlannedTensor]) -> tuple[PlannedTensor, ...]:
     """
     offset = 0
     for tensor in tensors:
-        if offset * 8 % DTYPE_BITS[tensor.dtype]:
+        if offset % max(DTYPE_BITS[tensor.dtype] // 8, 1):
             return tuple(sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype]))
         offset += tensor.nbytes
     return tuple(tensors)

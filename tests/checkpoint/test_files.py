@@ -33,8 +33,11 @@ def test_a_single_file_is_opened(tmp_path: Path) -> None:
     assert checkpoint.total_bytes == 24
 
 
-def test_a_single_file_of_another_name_is_opened(tmp_path: Path) -> None:
-    write_weights(tmp_path / "draft.safetensors", {"a": A})
+@pytest.mark.parametrize(
+    "name", ["draft.safetensors", "best-of-5.safetensors", "model-00001-of-00001.safetensors"]
+)
+def test_a_single_file_of_another_name_is_opened(tmp_path: Path, name: str) -> None:
+    write_weights(tmp_path / name, {"a": A})
     assert list(open_checkpoint(tmp_path).tensors) == ["a"]
 
 

@@ -155,6 +155,9 @@ def test_an_order_that_would_misalign_wide_elements_is_mended() -> None:
     )
     (file,) = plan_files([mask, weight, ids])
     assert [tensor.name for tensor in file.tensors] == ["d2t", "fc.weight", "t2d"]
+    packed = PlannedTensor("packed", "F6_E2M3", (4,), None)  # three bytes, which need no alignment
+    (kept,) = plan_files([packed, mask, packed])
+    assert [tensor.name for tensor in kept.tensors] == ["packed", "t2d", "packed"]
     (kept,) = plan_files([weight, ids, mask])
     assert [tensor.name for tensor in kept.tensors] == ["fc.weight", "d2t", "t2d"]
 
