@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from eagle3pack.engine.counters import Counters
@@ -30,15 +31,23 @@ class ApiClient:
         self.url = url
         self.model = ""
         self.request_timeout_s = request_timeout_s
+        self._has_chat_template = True  # until the server says otherwise
+
+    @cached_property
+    def _http(self) -> httpx.Client:
+        """For single requests; kept, since setting one up takes longer than a request."""
+        import httpx
+
+        return httpx.Client(
+            headers=_headers(), trust_env=_trust(self.url), limits=httpx.Limits(max_keepalive_connections=0)
+        )
 
     def get(self, path: str, *, timeout_s: float = _CONNECT_TIMEOUT_S) -> httpx.Response | None:
         """One GET; None where nothing answers in time."""
         import httpx
 
         try:
-            return httpx.get(
-                self.url + path, headers=_headers(), timeout=timeout_s, trust_env=_trust(self.url)
-            )
+            return self._http.get(self.url + path, timeout=timeout_s)
         except httpx.HTTPError:
             return None
 
@@ -122,20 +131,46 @@ class ApiClient:
         sampling: Sampling,
         on_completion: Callable[[Completion], None],
     ) -> tuple[Completion, ...]:
+        parameters = self._sampling(sampling)
+        if conversation.token_ids:
+            body: dict[str, Any] = {"prompt": list(conversation.token_ids)}
+            completion = await self._request(http, "/v1/completions", body | parameters)
+            on_completion(completion)
+            return (completion,)
         completions: list[Completion] = []
-        messages: list[dict[str, str]] = []
-        for turn in conversation.turns or (None,):
-            if turn is None:
-                path = "/v1/completions"
-                prompt: dict[str, Any] = {"prompt": list(conversation.token_ids)}
-            else:
-                messages.append({"role": "user", "content": turn})
-                path, prompt = "/v1/chat/completions", {"messages": list(messages)}
-            completion = await self._request(http, path, prompt | self._sampling(sampling))
-            messages.append({"role": "assistant", "content": completion.text})
+        for number in range(1, len(conversation.turns) + 1):
+            answers = [completion.text for completion in completions]
+            completion = await self._turn(http, conversation.turns[:number], answers, parameters)
             completions.append(completion)
             on_completion(completion)
         return tuple(completions)
+
+    async def _turn(
+        self,
+        http: httpx.AsyncClient,
+        turns: Sequence[str],
+        answers: Sequence[str],
+        parameters: dict[str, Any],
+    ) -> Completion:
+        """Ask for the answer to the last turn.
+
+        A target without a chat template is given the texts as they are, one paragraph each, as the
+        reference engine does.
+        """
+        if self._has_chat_template:
+            messages = [{"role": "user", "content": turns[0]}]
+            for answer, turn in zip(answers, turns[1:], strict=True):
+                messages.append({"role": "assistant", "content": answer})
+                messages.append({"role": "user", "content": turn})
+            try:
+                return await self._request(http, "/v1/chat/completions", {"messages": messages} | parameters)
+            except EngineError as error:
+                if "chat template" not in error.problem:
+                    raise
+                self._has_chat_template = False
+        texts = [text for pair in zip(turns, answers, strict=False) for text in pair]
+        body = {"prompt": "\n\n".join([*texts, turns[-1]])}
+        return await self._request(http, "/v1/completions", body | parameters)
 
     def _sampling(self, sampling: Sampling) -> dict[str, Any]:
         parameters: dict[str, Any] = {

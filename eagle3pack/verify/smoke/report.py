@@ -58,12 +58,14 @@ class Outcome:
         baseline: without one, or None.
         against: with another draft, or None.
         probes: of the draft.
+        failures: why a comparison that was asked for is missing.
     """
 
     draft: Measurement
     baseline: Measurement | None = None
     against: Measurement | None = None
     probes: tuple[Probe, ...] = ()
+    failures: tuple[str, ...] = ()
 
 
 def smoke_run(outcome: Outcome, dataset: Dataset, options: SmokeOptions, subject: Subject) -> dict[str, Any]:

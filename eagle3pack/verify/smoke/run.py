@@ -14,11 +14,13 @@ from eagle3pack.verify.smoke.measure import Measurement, Question, measure, requ
 from eagle3pack.verify.smoke.options import SmokeOptions, Subject
 from eagle3pack.verify.smoke.probes import Probe, run_probes
 from eagle3pack.verify.smoke.protocol import Engine, EngineError, EngineFacts, Sampling
-
 from eagle3pack.verify.smoke.questions import load_questions
 from eagle3pack.verify.smoke.render import render_run
 from eagle3pack.verify.smoke.report import Outcome, smoke_run
 from eagle3pack.verify.smoke.verdict import judge
+
+# What an engine fails with; InputError where PyTorch cannot make a model of the files.
+_FAILURES = (EngineError, InputError)
 
 
 class Progress(Protocol):
@@ -90,10 +92,10 @@ def run_smoke(
     session = _Session(create, questions, options, subject, say, progress)
     try:
         outcome = session.outcome()
-    except (EngineError, InputError) as error:  # InputError: PyTorch could not make a model of the files
+    except _FAILURES as error:
         return SmokeResult("failed", str(error), error.hint)
     run = smoke_run(outcome, dataset, options, subject)
-    failures = judge(run, options)
+    failures = [*outcome.failures, *judge(run, options)]
     return SmokeResult("failed" if failures else "passed", "\n".join(failures), run=run)
 
 
@@ -118,19 +120,31 @@ class _Session:
                 probes = self._probe(engine, facts, ours)
         outcome = Outcome(ours, probes=probes)
         if self.options.baseline:
-            with self._engine(None, "baseline") as (engine, facts):
-                outcome = replace(outcome, baseline=self._measure(engine, facts, "without a draft"))
+            outcome = self._compare(outcome, "baseline", None, "without a draft")
         if self.options.against is not None:
-            with self._engine(self.options.against, "against") as (engine, facts):
-                outcome = replace(outcome, against=self._measure(engine, facts, "with the other draft"))
+            outcome = self._compare(outcome, "against", self.options.against, "with the other draft")
         return outcome
+
+    def _compare(
+        self, outcome: Outcome, role: Literal["baseline", "against"], draft: Path | None, label: str
+    ) -> Outcome:
+        """Measure what to compare with; if that fails, what was measured before is still worth its report."""
+        try:
+            with self._engine(draft, role) as (engine, facts):
+                measured = self._measure(engine, facts, label)
+        except _FAILURES as error:
+            failure = f"the run {label} failed: {error}"
+            return replace(outcome, failures=(*outcome.failures, failure))
+        if role == "baseline":
+            return replace(outcome, baseline=measured)
+        return replace(outcome, against=measured)
 
     @contextmanager
     def _engine(self, draft: Path | None, role: str) -> Iterator[tuple[Engine, EngineFacts]]:
         engine = self.create(draft, role)
         try:
             facts = engine.start()
-            for note in facts.notes:
+            for note in facts.notes if role == "draft" else ():
                 self.say(note)
             yield engine, facts
         finally:

@@ -150,6 +150,9 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             time.sleep(0.01)
             if body["model"] != fake.name or (number > 3 and "errors" in FAULTS):
                 self.reply(500, json.dumps({"error": {"message": "EngineCore encountered an issue"}}))
+            elif "no_chat_template" in FAULTS and "chat" in self.path:
+                message = "As of transformers v4.44, default chat template is no longer allowed"
+                self.reply(400, json.dumps({"error": {"message": message}}))
             elif number > 3 and "nonsense" in FAULTS:
                 self.reply(200, "<html>a proxy</html>")
             else:
@@ -175,6 +178,8 @@ def load(arguments: argparse.Namespace) -> None:
         sys.exit("RuntimeError: Engine core initialization failed. See root cause above.")
     if "wrong_target" in FAULTS:
         sys.exit(PREFIX + "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x1728 and 3072x1024)")
+    if "no_baseline" in FAULTS and not arguments.speculative_config:
+        sys.exit("RuntimeError: only with a draft")
     if "riddle" in FAULTS:
         sys.exit(PREFIX + "FrobnicationError: the frob is off")
     if "never_ready" in FAULTS:

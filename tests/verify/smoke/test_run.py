@@ -241,3 +241,15 @@ def test_a_run_with_vllm_costs_neither_torch_nor_transformers() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_a_failed_comparison_keeps_what_was_measured(
+    state: Path, subject: Subject, options: SmokeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "no_baseline")
+    result = run_smoke(replace(options, baseline=True), subject)
+    run = valid(result)
+    assert result.status == "failed"
+    assert result.reason.startswith("the run without a draft failed: vllm: ended with exit code 1")
+    assert run["drafts"] == 20
+    assert run.get("baseline") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -74,6 +75,21 @@ def test_it_starts_answers_counts_and_leaves_nothing(tmp_path: Path, state: Path
         server.stop()
     assert processes(state) == []
     assert "fake vllm" in server.log_path.read_text()
+
+
+def test_a_target_without_a_chat_template_is_given_plain_text(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults(monkeypatch, "no_chat_template")
+    server = fake_server(tmp_path)
+    server.start()
+    try:
+        [answer] = server.generate([Conversation(("first", "second"))], Sampling(3), max_concurrency=1)
+    finally:
+        server.stop()
+    assert [completion.output_tokens for completion in answer] == [3, 3]
+    length = len(json.dumps("first\n\nw100 w101 w102\n\nsecond"))  # the fake's first prompt token
+    assert answer[1].prompt_token_ids == (length % 90, 0, 1, 2)
 
 
 def test_no_more_conversations_at_once_than_allowed(tmp_path: Path, state: Path) -> None:
