@@ -244,11 +244,7 @@ def copy_file(
 ) -> WrittenFile:
     """Copy a weight file as it is, its header included; otherwise as `write_file`."""
     whole = Piece(0, source.stat().st_size, source)
-    return _write_pieces(folder / source.name, b"", (whole,), _nothing_to_compute, on_bytes, hashing)
-
-
-def _nothing_to_compute(tensor: PlannedTensor) -> Iterable[Buffer]:
-    raise AssertionError(f"{tensor.name} is copied")
+    return _write_pieces(folder / source.name, b"", (whole,), lambda _: (), on_bytes, hashing)
 
 
 def _write_pieces(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,30 @@ def test_two_runs_do_not_write_the_same_folder(tmp_path: Path) -> None:
         with pytest.raises(ConflictError, match="written by another run"):
             write(tmp_path / "out", "second")
     assert contents(tmp_path) == {"out/config.json": "first"}
+
+
+@pytest.mark.parametrize("moment", ["before mkdir", "before the lock", "after the lock"])
+def test_two_runs_that_begin_at_once_do_not_write_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another run comes in between two steps of ours and has the folder."""
+    theirs = tmp_path / ".out.eagle3pack"
+
+    def lock(descriptor: int, _: int) -> None:
+        if moment == "before the lock":
+            raise BlockingIOError
+        theirs.rmdir()  # it took ours for a leftover
+        make_draft(theirs, "theirs")
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    if moment == "before mkdir":
+        monkeypatch.setattr(Path, "mkdir", refuse(errno.EEXIST))
+        monkeypatch.setattr(folder_module, "_parents", lambda _: nullcontext())
+    with pytest.raises(ConflictError, match="another run"):
+        write(tmp_path / "out", "new")
+    assert not (tmp_path / "out").exists()
+    if moment == "after the lock":
+        assert contents(theirs) == {"config.json": "theirs"}
 
 
 def test_a_leftover_whose_lock_cannot_be_asked_for_is_left_alone(

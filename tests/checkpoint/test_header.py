@@ -176,6 +176,13 @@ def test_a_file_that_may_not_be_read_is_a_matter_of_permission(
         read_header(path)
 
 
+def test_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pread = write(tmp_path, LITERAL), os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, count, offset: pread(fd, min(count, 40), offset))
+    with pytest.raises(InputError, match="became shorter"):
+        read_header(path)
+
+
 def test_a_hub_cache_is_read_through_its_symlinks(tmp_path: Path) -> None:
     write(tmp_path, LITERAL).rename(tmp_path / "blob")
     path = tmp_path / "model.safetensors"
