@@ -262,7 +262,9 @@ class Context:
 
     @Part
     def target_weights(self) -> TargetWeights:
-        """Embedding and head of the target, where they are on this machine."""
+        """Embedding and head of the target, where they can be had."""
+        if self.options.quick:
+            raise Undecided("--quick reads no values", "not_run")
         from eagle3pack.verify.target_weights import open_target_weights
 
         return open_target_weights(self)

@@ -44,7 +44,11 @@ def chosen_mends(examination: Examination) -> tuple[Mended, ...]:
             for mend in finding.mends:
                 key: object = mend.path if isinstance(mend, SetKey) else (type(mend), _subject(mend))
                 found.setdefault(key, []).append(Mended(outcome.check.id, _describe(mend, finding), mend))
-    agreed = [group[0] for group in found.values() if all(each.mend == group[0].mend for each in group)]
+    agreed = [
+        group[-1]  # of two names for one tensor the later check's, which has no prefix either (T02, T05)
+        for group in found.values()
+        if all(each.mend == group[0].mend for each in group) or isinstance(group[0].mend, RenameTensor)
+    ]
     dropped = {each.mend.name for each in agreed if isinstance(each.mend, DropTensor)}
     return tuple(
         each for each in agreed if not (isinstance(each.mend, RenameTensor) and each.mend.name in dropped)
@@ -206,7 +210,6 @@ def _new_record(context: Context) -> dict[str, Any]:
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads_before": heads,
             "num_key_value_heads_after": heads,
-            "head_map": [[head] for head in range(heads)],
         },
         "changed_tensors": [],
         "renamed_tensors": {},

@@ -1030,7 +1030,6 @@ def ranks_that_do_not_fit() -> Draft:
 
 @fault("K02", "key/value heads that do not divide over the ranks", "K02", tensor_parallel_size=4)
 def heads_that_do_not_fit() -> Draft:
-    draft = make(
+    return make(
         native(num_attention_heads=24, num_key_value_heads=6, hidden_size=48, target_hidden_size=HIDDEN)
     )
-    return draft

@@ -109,20 +109,28 @@ def heads_are_the_recorded(context: Context) -> Iterator[Finding]:
             file=RECORD_NAME,
             key="heads",
         )
-    head_map: Any = heads.get("head_map")
-    members = sorted(head for group in head_map for head in group) if _is_map(head_map) else []
-    if members != list(range(before)):
-        yield Finding(
-            "the head map does not name every head of the source once",
-            "Convert the draft again.",
-            file=RECORD_NAME,
-            key="heads.head_map",
-        )
+    for layer in _layers(context):
+        head_map: Any = layer.get("head_map")
+        members = sorted(head for group in head_map for head in group) if _is_map(head_map) else []
+        if members != list(range(before)) or len(head_map) != after:
+            yield Finding(
+                f"the head map of layer {layer.get('layer')} does not name every head of the source once",
+                "Convert the draft again.",
+                file=RECORD_NAME,
+                key="layers",
+            )
+
+
+def _layers(context: Context) -> list[Mapping[str, Any]]:
+    layers = context.record.get("layers")
+    if not isinstance(layers, list):
+        raise Undecided(f"{RECORD_NAME} lists no layers (M00)")
+    return [layer for layer in layers if isinstance(layer, dict)]
 
 
 def _is_map(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(group, list) and all(isinstance(head, int) for head in group) for group in value
+        isinstance(group, list) and all(type(head) is int for head in group) for group in value
     )
 
 
@@ -165,10 +173,7 @@ def only_projections_changed(context: Context) -> Iterator[Finding]:
     source="docs/conversion.md",
 )
 def errors_are_small(context: Context) -> Iterator[Finding]:
-    layers = context.record.get("layers")
-    if not isinstance(layers, list):
-        raise Undecided(f"{RECORD_NAME} holds no errors of layers (M00)")
-    errors = [error for layer in layers if isinstance(layer, dict) for error in _errors(layer)]
+    errors = [error for layer in _layers(context) for error in _errors(layer)]
     if errors and max(errors) > _LARGE_ERROR:
         yield Finding(
             f"the merged heads differ from the source's by up to {max(errors):.0%} of their norm, on average "
@@ -181,11 +186,11 @@ def errors_are_small(context: Context) -> Iterator[Finding]:
 
 
 def _errors(layer: Mapping[str, Any]) -> Iterator[float]:
-    groups = layer.get("groups")
-    for group in groups if isinstance(groups, list) else ():
-        for key in ("k_relative_error", "v_relative_error"):
-            values = group.get(key) if isinstance(group, dict) else None
-            for value in values if isinstance(values, list) else ():
+    """The errors of mean and first, by group and source head."""
+    of = layer.get("relative_errors")
+    for groups in of.values() if isinstance(of, dict) else ():
+        for group in groups if isinstance(groups, list) else ():
+            for value in group if isinstance(group, list) else ():
                 if isinstance(value, (int, float)) and 0 <= value < float("inf"):
                     yield float(value)
 

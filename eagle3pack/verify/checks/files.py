@@ -364,8 +364,8 @@ def one_dtype(context: Context) -> Iterator[Finding]:
     source="IEEE 754 binary16",
 )
 def fits_float16(context: Context) -> Iterator[Finding]:
-    declared = {context.top.values.get(key) for key in ("torch_dtype", "dtype") if context.top.has(key)}
-    if not declared & {"float16", "torch.float16", "half"}:
+    declared = [context.top.values.get(key) for key in ("torch_dtype", "dtype")]
+    if not any(name in ("float16", "torch.float16", "half") for name in declared):
         return
     for facts in context.scan.tensors.values():
         if facts.is_float and facts.dtype != "F16" and not facts.nonfinite and facts.max_abs > FLOAT16_MAX:

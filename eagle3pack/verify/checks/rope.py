@@ -158,7 +158,7 @@ def scaling_is_complete(context: Context) -> Iterator[Finding]:
         ("rope_scaling", _old_spelling(context)),
     ):
         kind = _type_of(fields)
-        if fields.values and kind not in KNOWN_ROPE_TYPES and kind != "mrope":
+        if fields.values and not (isinstance(kind, str) and kind in KNOWN_ROPE_TYPES | {"mrope"}):
             yield Finding(
                 f"{name} has the type {describe(kind)}, which no engine knows",
                 f"Write one of {', '.join(sorted(KNOWN_ROPE_TYPES))}.",

@@ -270,8 +270,8 @@ def special_tokens_agree(context: Context) -> Iterator[Finding]:
         raise Undecided("the target's config names no special tokens")
     for key, ids in wanted.items():
         value = context.layer.values.get(key, context.top.values.get(key))
-        found = set(value) if isinstance(value, list) and all(isinstance(i, int) for i in value) else {value}
-        if ids and value is not None and not found <= ids and not isinstance(value, (str, dict)):
+        found = value if isinstance(value, list) else [value]
+        if ids and all(isinstance(token, int) for token in found) and not ids.issuperset(found):
             yield Finding(
                 f"{key} is {describe(value)}, the target's is {describe(sorted(ids))}",
                 "Write the target's.",

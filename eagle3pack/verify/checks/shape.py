@@ -21,24 +21,27 @@ def _as_integer(value: object) -> int | None:
     source="github.com/sgl-project/sglang/pull/33966; vLLM 0.32 (measured)",
 )
 def layers_agree(context: Context) -> Iterator[Finding]:
+    key = ".".join((*context.layer_path, "num_hidden_layers"))
     found = _as_integer(context.layer.values.get("num_hidden_layers"))
-    if found is None and context.is_speculators:
-        found = 1
+    if found is None and context.layer.has("num_hidden_layers"):
+        raise Undecided("num_hidden_layers is no number (C05)")
+    if found is None and not context.is_speculators:
+        yield Finding(
+            "num_hidden_layers is absent, and engines take that of a Llama, 32",
+            "Write the number of layers that the weights hold, mostly 1.",
+            file=CONFIG_NAME,
+            key=key,
+        )
+        return
     actual = context.num_layers_in_file
     if actual == 0:
         raise Undecided("the weights hold no decoder layer (T01)")
-    if found is None:
-        raise (
-            Undecided("num_hidden_layers is no number (C05)")
-            if "num_hidden_layers" in context.layer.values
-            else (Undecided("num_hidden_layers is missing (C01)"))
-        )
-    if found != actual:
+    if (found or 1) != actual:
         yield Finding(
-            f"num_hidden_layers is {found}, the weights hold {actual} layer{'s' if actual > 1 else ''}",
+            f"num_hidden_layers is {found or 'absent'}, the weights hold {actual} layer{'s' * (actual > 1)}",
             f"Write {actual}.",
             file=CONFIG_NAME,
-            key=".".join((*context.layer_path, "num_hidden_layers")),
+            key=key,
             found=found,
             expected=actual,
             producer_bug="SafeAILab: num_hidden_layers copied from the target"

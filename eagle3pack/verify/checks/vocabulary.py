@@ -169,9 +169,9 @@ def map_has_the_shape(context: Context) -> Iterator[Finding]:
     source="llama.cpp conversion/llama.py `d2t target ids out of range` (measured)",
 )
 def tokens_exist(context: Context) -> Iterator[Finding]:
+    d2t = _offsets(context)
     import numpy as np
 
-    d2t = _offsets(context)
     if is_absolute(context, d2t):
         raise Undecided("d2t holds ids in place of offsets (V06)")
     targets = d2t + np.arange(len(d2t))
@@ -196,9 +196,9 @@ def tokens_exist(context: Context) -> Iterator[Finding]:
     source="llama.cpp conversion/llama.py `d2t contains duplicate target ids`",
 )
 def tokens_ascend(context: Context) -> Iterator[Finding]:
+    d2t = _offsets(context)
     import numpy as np
 
-    d2t = _offsets(context)
     if is_absolute(context, d2t):
         raise Undecided("d2t holds ids in place of offsets (V06)")
     targets = d2t + np.arange(len(d2t))
@@ -307,11 +307,11 @@ def masks_agree(context: Context) -> Iterator[Finding]:
     entry = context.tensors.get("t2d")
     if entry is None:
         raise not_applicable("there is no t2d")
-    import numpy as np
-
     full = context.config.has_full_vocabulary
     vocab = context.config.vocab_size
     t2d = context.scan.t2d
+    import numpy as np
+
     if entry.shape != (vocab,) or t2d is None:
         yield Finding(
             f"t2d has shape {list(entry.shape)}, expected [{vocab}]",
@@ -372,9 +372,9 @@ def masks_agree(context: Context) -> Iterator[Finding]:
 def specials_are_covered(context: Context) -> Iterator[Finding]:
     if context.config.has_full_vocabulary:
         raise not_applicable("the vocabulary is full")
+    d2t = _offsets(context)
     import numpy as np
 
-    d2t = _offsets(context)
     targets = set((d2t + np.arange(len(d2t))).tolist())
     specials = _special_tokens(context)
     if not specials:

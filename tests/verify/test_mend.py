@@ -1,0 +1,121 @@
+"""--fix: what is mended is sound, what is not safe stays as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from eagle3pack.documents import schema_problems
+from eagle3pack.draft.target import parse_target_config
+from eagle3pack.errors import ConflictError
+from eagle3pack.verify.context import Context
+from eagle3pack.verify.mend import write_mended_copy
+from eagle3pack.verify.report import examine
+from tests.verify import drafts, faults
+from tests.verify.test_faults import examined, ids
+
+MENDABLE = {
+    "needless_map": faults.needless_map,
+    "model_prefix": faults.model_prefix,
+    "verifier_left_in": faults.verifier_left_in,
+    "tied": faults.tied,
+    "lost_head_dim": faults.lost_head_dim,
+    "absent_reduced_vocabulary": faults.absent_reduced_vocabulary,
+    "no_model_type": faults.no_model_type,
+    "nested_ids": faults.nested_ids,
+    "top_ids": faults.top_ids,
+    "four_states_at_the_top": faults.four_states_at_the_top,
+    "four_states_speculators": faults.four_states_speculators,
+    "lost_target_width": faults.lost_target_width,
+}
+
+
+def mended(draft: drafts.Draft, folder: Path) -> tuple[list[str], Context]:
+    """Examine a draft, mend it, and look at the copy."""
+    context, examination = examined(draft, folder)
+    done = write_mended_copy(context, examination, folder / "mended")
+    again = Context(
+        folder / "mended",
+        target=parse_target_config(draft.target, where="target", name="org/target"),
+        target_text=str(folder / "target"),
+    )
+    return done, again
+
+
+@pytest.mark.parametrize("name", MENDABLE)
+def test_a_mechanical_fault_is_gone(name: str, tmp_path: Path) -> None:
+    done, again = mended(MENDABLE[name](), tmp_path)
+
+    assert done
+    assert ids(examine(again), "error") == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "modelopt", "torchspec", "safeailab", "speculators", "sharded", "specforge"]
+)
+def test_mending_twice_is_mending_once(name: str, tmp_path: Path) -> None:
+    _, again = mended(drafts.GOOD[name](), tmp_path)
+    examination = examine(again)
+
+    assert ids(examination, "error") == set()
+    assert write_mended_copy(again, examination, tmp_path / "twice") == []
+    assert not (tmp_path / "twice").exists()
+
+
+def test_values_are_never_touched(tmp_path: Path) -> None:
+    draft = faults.model_prefix()
+    mended(draft, tmp_path)
+
+    before = load_file(tmp_path / "draft" / "model.safetensors")
+    after = load_file(tmp_path / "mended" / "model.safetensors")
+    renamed = {
+        name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor
+        for name, tensor in before.items()
+    }
+    assert renamed.keys() == after.keys()
+    assert all(renamed[name].equal(after[name]) for name in after)
+    with safe_open(tmp_path / "mended" / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+def test_shards_keep_their_files(tmp_path: Path) -> None:
+    mended(drafts.make(shards=3, metadata={"torchspec_version": "1"}), tmp_path)
+
+    names = sorted(path.name for path in (tmp_path / "draft").iterdir())
+    assert sorted(path.name for path in (tmp_path / "mended").iterdir()) == sorted(
+        [*names, "eagle3pack.json"]
+    )
+
+
+def test_what_was_done_goes_into_the_record(tmp_path: Path) -> None:
+    done, again = mended(drafts.modelopt(), tmp_path)
+
+    record = json.loads((tmp_path / "mended" / "eagle3pack.json").read_text())
+    assert not schema_problems(record, "conversion")
+    assert [f"{mend['check']}: {mend['message']}" for mend in record["mends"]] == done
+    assert record["output"]["draft_digest"] == again.scan.digest
+
+
+def test_the_source_is_untouched_and_out_is_not_overwritten(tmp_path: Path) -> None:
+    context, examination = examined(drafts.modelopt(), tmp_path)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()}
+    (tmp_path / "out").mkdir()
+
+    with pytest.raises(ConflictError):
+        write_mended_copy(context, examination, tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "build", [faults.mha_weights, faults.no_theta, faults.absolute_map, faults.random_embedding]
+)
+def test_nothing_is_guessed(build: object, tmp_path: Path) -> None:
+    draft = build()  # type: ignore[operator]
+    context, examination = examined(draft, tmp_path)
+    for outcome in examination.failed("error"):
+        assert not any(finding.mends for finding in outcome.findings)
+    assert context.folder.exists()
