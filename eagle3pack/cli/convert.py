@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -50,6 +51,18 @@ from eagle3pack.cli.options import ByteSize, common_options
 @click.option(
     "--shard-size", type=ByteSize(), default="5GB", show_default=True, help="Split files above this."
 )
+@click.option(
+    "--draft-config",
+    type=click.Path(),
+    metavar="FILE",
+    help="config.json of a SOURCE that has none: a training checkpoint.",
+)
+@click.option(
+    "--retrain-with",
+    type=(click.Choice(["torchspec", "specforge", "speculators"]), click.Path(path_type=Path)),
+    metavar="torchspec|specforge|speculators DIR",
+    help="Also write in DIR what that framework needs to retrain the new draft.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--hash-source", is_flag=True, help="Record the sha256 of the source's files too.")
 @click.option("--prove", is_flag=True, help="Compare every unchanged byte of the result with the source.")
@@ -59,7 +72,8 @@ from eagle3pack.cli.options import ByteSize, common_options
 def convert(source: str, out: str, as_json: bool, **options: Any) -> None:
     """Turn the MHA draft SOURCE into a GQA one in OUT.
 
-    SOURCE is a folder, hf:ORG/NAME[@REVISION] or ms:ORG/NAME[@REVISION]. The method mean, as published,
+    SOURCE is a folder, hf:ORG/NAME[@REVISION] or ms:ORG/NAME[@REVISION]; the folder may be an iteration of
+    TorchSpec's trainer. The method mean, as published,
     averages the key and value heads of each group; als fits keys, values, queries and output projection in
     closed form and keeps far more. Every tensor that the method does not name keeps its bytes, and
     eagle3pack.json beside the weights records what was done.
@@ -69,6 +83,7 @@ def convert(source: str, out: str, as_json: bool, **options: Any) -> None:
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --method als
       eagle3pack convert hf:org/draft ./draft-gqa --target org/target --strip-shared
+      eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --retrain-with torchspec ./retrain
     """
     from eagle3pack.convert.command import ConvertOptions, run_convert
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle3pack.checkpoint.digest import header_sha256, sha256_file
+from eagle3pack.checkpoint.distributed import model_folder
 from eagle3pack.checkpoint.files import Checkpoint, open_checkpoint
 from eagle3pack.checkpoint.folder import new_folder, require_free, require_separate
 from eagle3pack.convert.compute import Computation, start_computation
 from eagle3pack.convert.examine import shared_with_target, target_names, vocabulary_map_is_identity
 from eagle3pack.convert.execute import copy_companions, prove, write_output
+from eagle3pack.convert.handoff.command import plan_hand_off, require_place, write_hand_off
 from eagle3pack.convert.plan import (
     POOLING,
     ClosedForm,
@@ -30,7 +32,7 @@ from eagle3pack.convert.summary import MERGED_WARNING, POOLED_WARNING, Summary, 
 from eagle3pack.documents import read_json_object, to_json
 from eagle3pack.draft.config import DraftConfig, parse_draft_config
 from eagle3pack.draft.target import TargetSpec, default_aux_layer_ids
-from eagle3pack.errors import UsageError
+from eagle3pack.errors import InputError, UsageError
 from eagle3pack.sources import (
     COMPANION_PATTERNS,
     Source,
@@ -63,6 +65,8 @@ class ConvertOptions:
     prove: bool = False
     dry_run: bool = False
     no_hash: bool = False
+    draft_config: str | None = None
+    retrain_with: tuple[str, Path] | None = None
 
 
 def run_convert(
@@ -95,7 +99,9 @@ def run_convert(
         say(f"target {target.name}: using the shape that came with this package ({target.bundled_from})")
     source = resolve_source(source_text)
     require_separate(source.folder, out)
-    config_path = source.folder / "config.json"
+    if options.retrain_with:
+        require_place(*options.retrain_with, source.folder, out)
+    config_path = _config_path(source.folder, options.draft_config)
     config = parse_draft_config(read_json_object(config_path), where=str(config_path))
     checkpoint = open_checkpoint(source.folder, pickles=True)
     request = Request(
@@ -120,11 +126,27 @@ def run_convert(
         after,
         not_stripped,
         warnings=tuple(_warnings(plan, target)),
+        hand_off=(
+            plan_hand_off(*options.retrain_with, plan, target, options.target)
+            if options.retrain_with
+            else None
+        ),
     )
     computation = start_computation(plan, say)
     if options.dry_run:
         return _try(summary, computation)
-    return _write(summary, computation, source, checkpoint, out, options, progress)
+    return _write(summary, computation, source, config_path, checkpoint, out, options, progress)
+
+
+def _config_path(folder: Path, given: str | None) -> Path:
+    path = Path(given) if given else folder / "config.json"
+    if not given and not path.exists() and model_folder(folder):
+        raise InputError(
+            "has no config.json, as trainers save none",
+            where=str(folder),
+            hint="Give --draft-config: the JSON that the training run's model.draft_model_config names.",
+        )
+    return path
 
 
 def _examine(
@@ -182,6 +204,7 @@ def _write(
     summary: Summary,
     computation: Computation,
     source: Source,
+    config_path: Path,
     checkpoint: Checkpoint,
     out: Path,
     options: ConvertOptions,
@@ -192,13 +215,17 @@ def _write(
     with new_folder(out, overwrite=options.overwrite, nbytes=plan.output_bytes) as folder:
         with progress("converting", plan.output_bytes) as on_bytes:
             files = write_output(
-                plan, computation, source.folder, folder, on_bytes=on_bytes, hashing=not options.no_hash
+                plan, computation, config_path, folder, on_bytes=on_bytes, hashing=not options.no_hash
             )
         copied = copy_companions(source.folder, folder, COMPANION_PATTERNS)
         prove(plan, folder, every_byte=options.prove)
         previous = _previous_record(source.folder)
         record = build_record(plan, source, source_files, previous, files, computation)
         (folder / RECORD_NAME).write_text(to_json(record), "utf-8")
+        if hand_off := summary.hand_off:
+            with progress(f"writing for {hand_off.framework}", plan.output_bytes) as on_bytes:
+                written = write_hand_off(hand_off, folder, plan, on_bytes)
+            summary = replace(summary, hand_off=replace(hand_off, written=written))
     digest = record["output"]["draft_digest"]
     summary = replace(summary, written=True, copied_files=tuple(copied), digest=digest)
     return _with_results(summary, computation) if plan.computed else summary

@@ -22,7 +22,7 @@ from eagle3pack.errors import InputError, MismatchError
 def write_output(
     plan: Plan,
     computation: Computation,
-    source: Path,
+    source_config: Path,
     folder: Path,
     *,
     on_bytes: Callable[[int], None],
@@ -33,7 +33,7 @@ def write_output(
     Args:
         plan: what to write.
         computation: makes the tensors that change.
-        source: the source folder.
+        source_config: config.json of the source.
         folder: exists and is empty.
         on_bytes: told how many bytes were written.
         hashing: compute the sha256 of every file.
@@ -61,7 +61,7 @@ def write_output(
         # As transformers writes it, so that a diff against the source shows the change alone.
         config.write_text(json.dumps(plan.after.raw, indent=2, ensure_ascii=False) + "\n", "utf-8")
     else:
-        shutil.copyfile(source / "config.json", config)
+        shutil.copyfile(source_config, config)
     files.append(_small_file(config, hashing))
     return files
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3pack.checkpoint.files import Checkpoint
+from eagle3pack.convert.handoff.command import HandOff
 from eagle3pack.convert.plan import Plan, count_parameters, kv_bytes_per_token
 from eagle3pack.convert.requirements import FLOAT_DTYPES
 
@@ -40,6 +41,7 @@ class Summary:
         digest: the draft's, None for a dry run or without hashing.
         quality: what the method says of its result, by name; see the schema. Empty where it did not run.
         warnings: what the user should not overlook.
+        hand_off: what is written for a framework that retrains.
     """
 
     plan: Plan
@@ -53,6 +55,7 @@ class Summary:
     digest: str | None = None
     quality: Mapping[str, float] = field(default_factory=dict)
     warnings: Sequence[str] = ()
+    hand_off: HandOff | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of `--json`."""
@@ -76,6 +79,7 @@ class Summary:
             "copied_files": list(self.copied_files),
             "quality": dict(self.quality),
             "draft_digest": self.digest,
+            "hand_off": self.hand_off.as_json() if self.hand_off else None,
             "warnings": list(self.warnings),
         }
 
@@ -123,6 +127,15 @@ class Summary:
         details.append(("files", ", ".join([*(file.name for file in plan.files), *self.copied_files])))
         if self.digest:
             details.append(("draft digest", self.digest))
+        if self.hand_off:
+            details += self._retraining(self.hand_off)
+        return details
+
+    def _retraining(self, hand_off: HandOff) -> list[tuple[str, str]]:
+        details = [(f"for {hand_off.framework}", str(hand_off.place))]
+        if hand_off.written:
+            details.append(("retrain it with", hand_off.written.command))
+            details += [("note", note) for note in hand_off.written.notes]
         return details
 
     def _quality(self, name: str) -> str:
