@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,8 @@ class SchemaProblem:
 
 def load_schema(name: str) -> dict[str, Any]:
     """Load `schemas/NAME.schema.json`, from a wheel or an editable install."""
-    text = (resources.files("eagle3pack") / "schemas" / f"{name}.schema.json").read_text("utf-8")
+    # By path: importlib.resources would cost a tenth of the time that `verify --quick` may take.
+    text = (Path(__file__).with_name("schemas") / f"{name}.schema.json").read_text("utf-8")
     schema: dict[str, Any] = json.loads(text)
     return schema
 
