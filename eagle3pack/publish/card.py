@@ -152,7 +152,7 @@ def _context(
 ) -> dict[str, Any]:
     facts, settings = inputs.facts.root, inputs.settings.root
     documents = {d.name: d for d in (inputs.settings, *inputs.reports)}
-    first = next((group.run for group in groups), None)
+    first = _example_run(groups)
     k = first.num_speculative_tokens if first is not None else None
     results = [result for group in groups for result in group.results]
     weights = [file["size"] for file in facts.files if str(file.path.raw).endswith(".safetensors")]
@@ -199,6 +199,12 @@ def _context(
         "engine_name": _engine_name,
         "prose": prose,
     }
+
+
+def _example_run(groups: list[Group]) -> Node | None:
+    """The run whose settings the quick start repeats: of an engine that serves, if there is one."""
+    served = [group.run for group in groups if group.run.engine.name.raw in ENGINES]
+    return next(iter(served or [group.run for group in groups]), None)
 
 
 def _engines(inputs: CardInputs, groups: list[Group]) -> list[dict[str, Any]]:

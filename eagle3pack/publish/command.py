@@ -116,7 +116,7 @@ def run_publish(folder: Path, options: PublishOptions, around: Surroundings) -> 
         staged = stage(root, draft, inputs, beside, destinations, languages)
         if options.check_card:
             return _compare_card(folder, staged)
-        _tell_left_out(draft, around)
+        _tell_what_shows(draft, inputs, around)
         result = PublishResult(document=_describe(draft, staged, options))
         if options.offline:
             result.lines = [f"{HUB_NAMES[s.kind]}: {len(s.files)} files, nothing sent" for s in staged]
@@ -309,9 +309,16 @@ def _compare_card(folder: Path, staged: Sequence[Staged]) -> PublishResult:
     )
 
 
-def _tell_left_out(draft: DraftFolder, around: Surroundings) -> None:
+def _tell_what_shows(draft: DraftFolder, inputs: CardInputs, around: Surroundings) -> None:
+    """Say what stays behind, and which names of this machine do not."""
     if draft.left_out:
         around.say(f"Left out, as no part of a published draft: {', '.join(draft.left_out)}")
+    for report in inputs.reports:
+        root = report.root
+        for node in (root.draft["source"], root.target.id, *(run.command for run in root.smoke.runs)):
+            if found := re.search(r"(?:^|[\s='\"])(/[\w.-]+/[^\s'\"]*)", str(node.raw or "")):
+                around.warn(f"{report.name} will show a path of this machine: {found[1]}")
+                break
 
 
 def _describe(draft: DraftFolder, staged: Sequence[Staged], options: PublishOptions) -> dict[str, Any]:

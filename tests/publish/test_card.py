@@ -196,6 +196,11 @@ class TestResults:
         few = inputs.run(dataset=inputs.RUN["dataset"] | {"n_prompts": 8})
         assert "MT-Bench: 8 prompts only" in card(folder, inputs.report(folder, [few]))
 
+    def test_agreement_with_the_target_alone(self, folder: Path) -> None:
+        agreement = {"compared": 128, "identical": 126, "share": 126 / 128, "divergences": []}
+        text = card(folder, inputs.report(folder, [inputs.run(agreement=agreement)]))
+        assert "MT-Bench: 126 of 128 greedy answers are token for token those without the draft." in text
+
     def test_another_draft_beside_it(self, folder: Path) -> None:
         against = inputs.quoted(mean_accepted_length=2.698, draft_accept_rate=0.566)
         against["per_position_accept_rate"] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.publish import inputs
 from tests.publish.conftest import HF, Place
 
 
@@ -62,3 +63,18 @@ def test_a_report_of_other_bytes_is_refused(place: Place) -> None:
 def test_help_has_an_example(place: Place) -> None:
     outcome = place.runner.run(["publish", "--help"], cwd=place.root, env={})
     assert outcome.code == 0 and "eagle3pack publish ./draft-gqa" in outcome.stdout
+
+
+def test_paths_in_a_report_are_pointed_out(place: Place) -> None:
+    report = inputs.report(place.draft)
+    report["draft"]["source"] = "/home/someone/draft"
+    inputs.write_report(place.root / "report.json", report)
+    outcome = place.publish("--dry-run", "--offline", to=(HF,))
+    assert outcome.code == 0 and "/home/someone/draft" in outcome.stderr
+
+
+def test_json_is_all_that_stands_on_stdout(place: Place) -> None:
+    outcome = place.publish("--json")
+    assert outcome.code == 0
+    assert outcome.document["receipt"]["hubs"][0]["status"] == "done"
+    assert outcome.document["cards"][0]["figures"]

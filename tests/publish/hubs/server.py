@@ -162,10 +162,15 @@ class HubServer:
 
 
 class Blobs:
-    """Content by sha256, on disk so that gigabytes fit."""
+    """Content by sha256, on disk so that gigabytes fit.
+
+    Attributes:
+        forget_above: of larger blobs only the sha256 is kept; None keeps everything.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.forget_above: int | None = None
         root.mkdir(parents=True)
 
     def path(self, sha256: str) -> Path:
@@ -182,7 +187,8 @@ class Blobs:
             for block in blocks:
                 digest.update(block)
                 size += len(block)
-                file.write(block)
+                if self.forget_above is None or size <= self.forget_above:
+                    file.write(block)
         temporary.rename(self.path(digest.hexdigest()))
         return digest.hexdigest(), size
 
