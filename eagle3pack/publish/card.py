@@ -180,6 +180,7 @@ def _context(
         "untested": [name for key, name in ENGINES.items() if not _ran(groups, key)],
         "tested": lambda key: _ran(groups, key),
         "k": k,
+        "speculative_config": _speculative_config(inputs, repo_id, k),
         "k_plus": bound(str(k.raw + 1), k) if k else "",
         "tp": first.tensor_parallel_size if first is not None else None,
         "groups": groups,
@@ -205,6 +206,17 @@ def _example_run(groups: list[Group]) -> Node | None:
     """The run whose settings the quick start repeats: of an engine that serves, if there is one."""
     served = [group.run for group in groups if group.run.engine.name.raw in ENGINES]
     return next(iter(served or [group.run for group in groups]), None)
+
+
+def _speculative_config(inputs: CardInputs, repo_id: str, k: Node | None) -> Bound:
+    """What vLLM is given: as verify advised it for this draft, with this repository and the measured k."""
+    advised = next((r.root.serving.speculative_config for r in inputs.reports if r.root.serving), None)
+    config: dict[str, Any] = json.loads(advised.raw) if advised is not None else {"method": "eagle3"}
+    config["model"] = repo_id
+    config["num_speculative_tokens"] = k.raw if k else config.get("num_speculative_tokens", "K")
+    order = dict.fromkeys(["method", "model", "num_speculative_tokens"]) | config
+    written = json.dumps(order, ensure_ascii=False).replace("'", "")
+    return bound(written, *(node for node in (advised, k) if node is not None))
 
 
 def _engines(inputs: CardInputs, groups: list[Group]) -> list[dict[str, Any]]:

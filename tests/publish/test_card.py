@@ -211,7 +211,7 @@ class TestResults:
 def test_failed_checks_are_shown(folder: Path) -> None:
     report = inputs.report(folder, checks=[inputs.failed_check("warning")])
     report["summary"]["warnings"] = 1
-    assert "- Failed check A01 (warning): Heads divide. 8 heads do not divide by 3" in card(folder, report)
+    assert "- Check A01 failed (warning): 8 heads do not divide by 3." in card(folder, report)
 
 
 def test_the_reason_for_missing_verification_is_shown(folder: Path) -> None:

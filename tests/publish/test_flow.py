@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from eagle3pack.documents import require_valid
 from tests.publish.conftest import HF, MS, Place
 from tests.publish.hubs.modelscope import PRIVATE, PUBLIC
+from tests.tiny import target_config
 
 
 def test_both_hubs_get_the_same_files_in_one_commit_each(place: Place) -> None:
@@ -216,26 +216,34 @@ def test_weights_of_another_draft_are_a_conflict_or_pruned(place: Place) -> None
     assert "model.safetensors" not in place.hf_commits[0].files
 
 
-def test_downloads_verify(place: Place, tmp_path: Path) -> None:
-    """The real clients fetch what was published; its bytes are those of the folder."""
-    assert place.publish().code == 0
-    code = """
-import json, sys
+def test_what_was_published_can_be_downloaded_and_verified(place: Place, tmp_path: Path) -> None:
+    """The way round: verify, publish, fetch with the real clients, verify again."""
+    (place.root / "target.json").write_text(json.dumps(target_config()))
+    verified = place.runner.run(
+        ["verify", "draft", "--target", "target.json", "--report", "report.json"], cwd=place.root, env={}
+    )
+    assert verified.code == 0, verified.stderr
+    assert place.publish("--allow-unverified", "no engine in this test").code == 0
+    environment = os.environ | place.env
+    for name in ("HF_HOME", "MODELSCOPE_HOME", "MODELSCOPE_CACHE"):
+        environment[name] = str(tmp_path / name)
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    subprocess.run(
+        [sys.executable, "-c", DOWNLOAD], cwd=tmp_path, env=environment, check=True, capture_output=True
+    )
+    digest = json.loads((place.root / "report.json").read_text())["draft"]["digest"]
+    for name in ("from-hf", "from-ms"):
+        argv = ["verify", name, "--target", str(place.root / "target.json"), "--json"]
+        outcome = place.runner.run(argv, cwd=tmp_path, env={})
+        assert outcome.code == 0, outcome.stderr
+        assert outcome.document["draft"]["digest"] == digest
+        assert outcome.document["passed"]
+
+
+DOWNLOAD = """
+import os
 from huggingface_hub import snapshot_download
 from modelscope_hub import HubApi
-import os
 snapshot_download("org/tiny", endpoint=os.environ["HF_ENDPOINT"], local_dir="from-hf")
 HubApi().download_repo("org/tiny", "model", local_dir="from-ms")
 """
-    environment = (
-        os.environ | place.env | {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(tmp_path / "home")}
-    )
-    environment |= {"HF_HUB_DISABLE_XET": "1", "MODELSCOPE_HOME": str(tmp_path / "mshome")}
-    environment |= {"MODELSCOPE_CACHE": str(tmp_path / "mscache")}
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True
-    )
-    for path in place.draft.glob("*.safetensors"):
-        want = hashlib.sha256(path.read_bytes()).hexdigest()
-        for name in ("from-hf", "from-ms"):
-            assert hashlib.sha256((tmp_path / name / path.name).read_bytes()).hexdigest() == want
