@@ -42,13 +42,16 @@ def test_tables_equal_those_of_transformers(scaling: dict[str, Any]) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    parameters = {"rope_theta": 5000.0, **scaling}
+    theta, both = 5000.0, {"rope_theta": 5000.0, **scaling}
     config = LlamaConfig(
-        hidden_size=128, num_attention_heads=2, head_dim=64, max_position_embeddings=4096,
-        rope_parameters=dict(parameters), partial_rotary_factor=scaling.get("partial_rotary_factor", 1.0),
-    )  # fmt: skip
+        hidden_size=128,
+        num_attention_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        **({"rope_parameters": dict(both)} if _is_version_5() else _old_spelling(theta, scaling)),
+    )
     theirs = LlamaRotaryEmbedding(config)
-    rope = parse_rope(Fields({"rope_parameters": parameters}, "config.json"))
+    rope = parse_rope(Fields({"rope_parameters": both}, "config.json"))
 
     ours = rotary_table(rope, 64, 4096, where="config.json")
 
@@ -58,6 +61,17 @@ def test_tables_equal_those_of_transformers(scaling: dict[str, Any]) -> None:
     else:
         assert ours.frequencies.shape == (16,)
         torch.testing.assert_close(ours.frequencies, 1 / 5000.0 ** (torch.arange(0, 32, 2) / 32))
+
+
+def _is_version_5() -> bool:
+    import transformers
+
+    return int(transformers.__version__.split(".")[0]) >= 5
+
+
+def _old_spelling(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
+    rule = None if scaling["rope_type"] == "default" else dict(scaling)
+    return {"rope_theta": theta, "rope_scaling": rule}
 
 
 def test_dynamic_scaling_is_fixed_for_the_longest_position() -> None:
