@@ -51,7 +51,7 @@ BASES = st.sampled_from(
     [drafts.native, drafts.speculators, drafts.qwen3().raw.copy, drafts.canonical().raw.copy]
 )
 RELAXED = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 TARGET = parse_target_config(drafts.target_config(), where="target", name="org/target")
 

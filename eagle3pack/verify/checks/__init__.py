@@ -42,6 +42,8 @@ LEFT_OUT: dict[str, str] = {
     "one that is not the target's.",
     "V11": "No producer records which tokenizer a draft was trained with. C18 and V10 find what "
     "follows from another.",
+    "M03": "That heads are pooled in contiguous groups and float32 is a property of `convert`; "
+    "M02 holds the map.",
     "M04": "That a conversion to the same number of heads changes no byte is a property of `convert`; its "
     "tests hold it.",
     "M06": "Likewise that a permutation of query heads is applied to q, k, v and o alike; M02 holds the map.",
