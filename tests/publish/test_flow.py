@@ -238,6 +238,9 @@ def test_what_was_published_can_be_downloaded_and_verified(place: Place, tmp_pat
         assert outcome.code == 0, outcome.stderr
         assert outcome.document["draft"]["digest"] == digest
         assert outcome.document["passed"]
+        argv = ["publish", ".", "--report", "report.json", "--to", f"{name[-2:]}:org/tiny", "--check-card"]
+        argv += ["--allow-unverified", "no engine in this test"]
+        assert place.runner.run(argv, cwd=tmp_path / name, env={}).code == 0
 
 
 DOWNLOAD = """
