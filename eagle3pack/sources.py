@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from eagle3pack.documents import read_json_object
-from eagle3pack.draft.target import TargetSpec, bundled_target, parse_target_config
+from eagle3pack.draft.target import TargetSpec, bundled_target, read_target
 from eagle3pack.errors import (
     Eagle3PackError,
     InputError,
@@ -131,7 +131,7 @@ def resolve_target(text: str) -> TargetSpec:
         path = Path(location.name)
         if _exists(path):
             path = path / "config.json" if path.is_dir() else path
-            return parse_target_config(read_json_object(path), where=str(path), name=text)
+            return read_target(path, name=text)
         if not _REPO_ID.fullmatch(text):
             raise InputError(
                 "no such folder or config.json", where=text, hint="For a model on a hub write hf:ORG/NAME."
@@ -141,7 +141,7 @@ def resolve_target(text: str) -> TargetSpec:
             return bundled
         location = Location("hf", text)
     path = _download(location, ["config.json"]).folder / "config.json"
-    return parse_target_config(read_json_object(path), where=str(location), name=location.name)
+    return read_target(path, name=location.name)
 
 
 def resolve_target_weights(text: str, tensor_names: tuple[str, ...]) -> Path | None:

@@ -75,7 +75,7 @@ def _facts(context: Context, facts: ServingFacts) -> Iterator[str]:
             f", the target {theirs:,}" if theirs is not None else ""
         )
     if facts.page_size_ratio is not None:
-        yield f"  KV page                {facts.page_size_ratio:g} times a target layer's"
+        yield f"  KV page                {facts.page_size_ratio:.3g} times a target layer's"
     if facts.kv_pool_share_lost is not None:
         yield f"  KV pool                {facts.kv_pool_share_lost:.1%} goes to the draft"
     sizes = ", ".join(map(str, facts.tensor_parallel_sizes_that_fit))

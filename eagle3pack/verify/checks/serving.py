@@ -102,7 +102,7 @@ def pages_are_equal(context: Context) -> Iterator[Finding]:
     if mine != theirs:
         yield Finding(
             f"a draft layer keeps {mine:,} bytes a token and rank, a target layer {theirs:,}: "
-            f"{mine / theirs:g} times",
+            f"{mine / theirs:.3g} times",
             f"Run `eagle3pack convert --num-kv-heads {target.num_key_value_heads}`."
             if mine > theirs
             and not target.is_mla
