@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from eagle3pack import __version__
 from eagle3pack.errors import InputError
@@ -36,6 +37,10 @@ from eagle3pack.publish.metadata import front_matter, require_valid_metadata, to
 from eagle3pack.publish.prose import bind_text
 from eagle3pack.publish.reports import smoke_runs
 from eagle3pack.publish.results import Group, group_results
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+    from jinja2.runtime import Context
 
 LANGUAGES = ("en", "zh")
 DEFAULT_LANGUAGE: Mapping[HubKind, str] = {"hf": "en", "ms": "zh"}
@@ -122,7 +127,25 @@ def _render(
     groups: list[Group],
     ledger: Ledger,
 ) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    context = _context(inputs, kind, repo_id, language, groups, ledger)
+    marked = template(language).render(context)
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", require_sources(marked)))
+
+
+@cache
+def template(language: str) -> Template:
+    """The compiled template of a language; whatever it prints goes through the ledger in its context."""
+    return _environment().get_template(f"card.{language}.md")
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+
+    @pass_context
+    def write(context: Context, value: object) -> str:
+        ledger: Ledger = context["ledger"]
+        return ledger.write(value)
 
     environment = Environment(
         loader=PackageLoader("eagle3pack.publish"),
@@ -130,7 +153,7 @@ def _render(
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=False,  # Markdown; escaped() and code() do it
-        finalize=ledger.write,
+        finalize=write,
     )
     environment.filters |= {
         "text": text,
@@ -142,9 +165,7 @@ def _render(
         "block": _block,
         "code_name": lambda name: f"`{name}`",
     }
-    environment.globals |= _context(inputs, kind, repo_id, language, groups, ledger)
-    marked = environment.get_template(f"card.{language}.md").render()
-    return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", require_sources(marked)))
+    return environment
 
 
 def _context(
@@ -163,6 +184,7 @@ def _context(
         return bind_text(written, documents, ledger, where=f"publish.yaml: {path}")
 
     return {
+        "ledger": ledger,
         "y": settings,
         "f": facts,
         "hub": kind,

@@ -96,10 +96,12 @@ def serve() -> None:
     import modelscope_hub
     import yaml
 
-    from eagle3pack.publish import command, flow
+    from eagle3pack.publish import card, command, flow
 
     assert command and huggingface_hub and jinja2 and jsonschema and matplotlib and modelscope_hub and yaml
     flow.FIRST_WAIT_S = 0.02
+    for language in card.LANGUAGES:
+        card.template(language)
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
