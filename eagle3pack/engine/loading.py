@@ -70,8 +70,28 @@ def load_draft(
     _fill_missing(state, wanted, dtype, device, where)
     draft.load_state_dict(state, assign=True)
     if target is not None:
+        _require_same_vocabulary(draft, target)
         draft.share_with_target(target.embedding_weight, target.head_weight)
     return draft.requires_grad_(False).eval()
+
+
+def _require_same_vocabulary(draft: DraftModel, target: Target) -> None:
+    """Refuse ids that one side does not have; vLLM 0.32 would stop at the first of them, mid-text."""
+    ours, theirs = draft.config.vocab_size, target.spec.vocab_size
+    if ours < theirs:
+        raise InputError(
+            f"vocab_size is {ours}, but the target's tokens go up to {theirs - 1}",
+            where=draft.where,
+            hint="Is this the target the draft was trained for?",
+        )
+    ids = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=target.device))
+    outside = ids[(ids < 0) | (ids >= theirs)]
+    if len(outside):
+        raise InputError(
+            f"the draft proposes token {int(outside[0])}, the target has {theirs}",
+            where=draft.where,
+            hint="d2t must hold offsets: draft id i stands for token i + d2t[i].",
+        )
 
 
 def _load(

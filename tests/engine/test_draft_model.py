@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle3pack.draft.tensors import expected_tensors
 from eagle3pack.engine.draft_model import DraftModel
 from eagle3pack.engine.kv_cache import KeyValueCache
+from eagle3pack.engine.loading import _require_same_vocabulary, load_draft
 from eagle3pack.engine.target import Target
 from eagle3pack.errors import InputError, UnsupportedDraftError
 from tests.engine.oracle import OracleDraft
@@ -130,9 +131,15 @@ def test_own_embeddings_and_head_stay(make_draft: Callable[..., DraftModel], tar
         ),
         (
             ("embed_tokens.weight",),
-            {"vocab_size": 90, "draft_vocab_size": 90},
-            r"\(96, 64\), expected \(90, 64\)",
+            {"vocab_size": 97, "draft_vocab_size": 96},
+            r"\(96, 64\), expected \(97, 64\)",
         ),
+        (
+            (),
+            {"vocab_size": 90, "draft_vocab_size": 90},
+            "vocab_size is 90, but the target's tokens go up to 95",
+        ),
+        ((), {"vocab_size": 120, "draft_vocab_size": 120}, "proposes token 96, the target has 96"),
         (("layers.0.self_attn.k_proj.weight",), {}, "k_proj.weight is missing"),
         (("norm.weight",), {}, "norm.weight is missing"),
         (("d2t",), {"draft_vocab_size": 32}, "d2t is missing"),
@@ -150,6 +157,16 @@ def test_a_draft_that_lacks_tensors_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=problem):
         make_draft(target=target, without=without, **changes)
+
+
+def test_a_d2t_of_absolute_ids_is_refused(make_draft: Callable[..., DraftModel], target: Target) -> None:
+    draft = make_draft(draft_vocab_size=32)
+    assert draft.d2t is not None
+    draft.d2t += torch.arange(32)  # as some trainers write it
+
+    with pytest.raises(InputError, match="proposes token") as error:
+        _require_same_vocabulary(draft, target)
+    assert "offsets" in error.value.hint
 
 
 def test_an_output_bias_may_be_left_out(make_draft: Callable[..., DraftModel]) -> None:
@@ -190,7 +207,6 @@ def test_every_tensor_of_the_inventory_has_its_parameter(make_draft: Callable[..
 def test_weights_that_the_config_does_not_describe_are_refused(
     tmp_path: Path, make_draft: Callable[..., DraftModel]
 ) -> None:
-    from eagle3pack.engine.loading import load_draft
     from tests.tiny import draft_tensors, write_draft
 
     tensors = draft_tensors(native_config())  # eight key/value heads
