@@ -21,7 +21,7 @@ from eagle3pack.publish.folder import DraftFolder, read_folder, total_bytes
 from eagle3pack.publish.hub import HUB_NAMES, Hub, HubKind
 from eagle3pack.publish.ledger import Document, read_document
 from eagle3pack.publish.plan import CARD, HubPlan, Wishes, plan_hub
-from eagle3pack.publish.receipt import Receipt, hub_template_sha256
+from eagle3pack.publish.receipt import Receipt, hub_templates
 from eagle3pack.publish.reports import Verdict, read_reports, require_target
 from eagle3pack.publish.staging import Staged, stage
 
@@ -108,6 +108,8 @@ def run_publish(folder: Path, options: PublishOptions, around: Surroundings) -> 
             where=str(folder),
             hint="Verify the whole folder; --offline --dry-run only renders the card.",
         )
+    if options.allow_unverified and not verdict.unverified:
+        around.warn("--allow-unverified is not needed: the draft is verified; the reason is not shown")
     if verdict.only_rendering:
         around.warn(f"this can only be rendered: {verdict.only_rendering}")
     beside = {settings.NAME: config}
@@ -150,7 +152,8 @@ def _publish(
     busy = [plan for plan in plans if not plan.changes_nothing]
     if busy and not options.yes and not (around.confirm and around.confirm("Publish this?")):
         raise UsageError("not confirmed; nothing was sent", hint="Answer yes, or give --yes.")
-    receipt = Receipt(options.receipt, draft, [(report.name, report.sha256) for report in inputs.reports])
+    reports = [(report.name, report.sha256) for report in inputs.reports]
+    receipt = Receipt(options.receipt, draft, reports, around.warn)
     try:
         publish_everywhere(plans, draft, receipt, failed=failed, say=around.say, progress=around.progress)
     finally:
@@ -162,6 +165,7 @@ def _plan(
     staged: Sequence[Staged], inputs: CardInputs, options: PublishOptions, around: Surroundings
 ) -> tuple[list[HubPlan], list[tuple[str, Eagle3PackError]]]:
     """A plan for each hub that answers; what a person has to mend ends the run before anything is sent."""
+    templates = hub_templates(options.receipt)
     plans: list[HubPlan] = []
     failed: list[tuple[str, Eagle3PackError]] = []
     for each in staged:
@@ -174,7 +178,7 @@ def _plan(
                 prune=options.prune,
                 license_id=licenses.modelscope_api(inputs.settings.value["license"]),
             )
-            template = hub_template_sha256(options.receipt, hub)
+            template = templates.get((hub.kind, hub.endpoint, hub.repo_id))
             plans.append(
                 plan_hub(hub, each.files, wishes, hub_template_sha256=template, dry_run=options.dry_run)
             )

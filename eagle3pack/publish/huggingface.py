@@ -38,6 +38,7 @@ TIMEOUT_S = 300.0
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 TRANSPORT_ERRORS = frozenset({"TransportError", "TimeoutException", "RemoteProtocolError", "ConnectError"})
 XET_HINT = "If the Xet storage cannot be reached from here, set HF_HUB_DISABLE_XET=1 and run again."
+AGAIN = "Run the same command again: what is there is not sent twice."
 LOGIN_HINT = "Run `hf auth login`, or set HF_TOKEN to a token with write access."
 
 
@@ -230,12 +231,14 @@ def explain(error: BaseException, doing: str) -> Eagle3PackError | None:
     if "HFValidationError" in names:
         return UsageError(said, hint="Name the repository ORG/NAME.")
     if names & TRANSPORT_ERRORS or modules & {"httpx", "httpx2", "httpcore", "httpcore2"}:
-        return UnsettledError(said, hint="Run the same command again: what is there is not sent twice.")
+        return UnsettledError(said, hint=AGAIN)
     if error.__cause__ is not None and isinstance(error, RuntimeError):  # a blob's upload, wrapped
         cause = explain(error.__cause__, doing)
         if isinstance(cause, PermissionDenied):  # storage: a signed address that has expired
-            return UnsettledError(cause.problem, hint="Run the same command again for new addresses.")
+            return UnsettledError(cause.problem, hint=AGAIN)
         return cause
+    if "JSONDecodeError" in names:  # the client's own check of the card, when a proxy answers in HTML
+        return UnsettledError(f"{doing} failed: the hub answered something else than JSON", hint=AGAIN)
     if isinstance(error, (ConnectionError, TimeoutError)) or "hf_xet" in modules:
         return UnsettledError(said, hint=XET_HINT)
     if isinstance(error, RuntimeError) and doing == "uploading":
@@ -258,7 +261,7 @@ def _explain_status(error: BaseException, doing: str) -> Eagle3PackError:
         wait = str(response.headers.get("Retry-After", "")) if response is not None else ""
         return UnsettledError(
             said,
-            hint="Run the same command again: what is there is not sent twice.",
+            hint=AGAIN,
             retry_after_s=float(wait) if wait.isdigit() else 0,
         )
     if status in (401, 403):

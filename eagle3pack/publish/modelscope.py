@@ -52,6 +52,7 @@ INLINE_LIMIT_BYTES = 65_536  # modelscope_hub keeps larger files as blobs
 ALWAYS_INLINE = frozenset({"README.md", "config.json", "configuration.json", ".gitattributes"})
 BLOB_SUFFIXES = (".safetensors", ".bin", ".pt", ".model")
 TIMEOUT_S = (30, 300)  # to connect, and for a silent socket
+AGAIN = "Run the same command again: what is there is not sent twice."
 LOGIN_HINT = "Run `ms login`, or set MODELSCOPE_API_TOKEN."
 
 
@@ -140,8 +141,7 @@ class ModelScope:
         for sha256, file in blobs.items():
             # A blob that the answer leaves out counts as stored; the listing after the commit proves it.
             if address := addresses.get(sha256):
-                with _translated(f"uploading {file.path}"), file.local.open("rb") as stream:
-                    self._put(address, _Watched(stream, file.size, on_bytes), file.size)
+                self._send(file, address, on_bytes)
 
     def commit(
         self,
@@ -204,21 +204,26 @@ class ModelScope:
             hint="Change the visibility on the repository's settings page, then run again.",
         )
 
-    def _put(self, address: str, stream: _Watched, size: int) -> None:
+    def _send(self, file: PublishedFile, address: str, on_bytes: Callable[[int], None]) -> None:
+        """PUT one blob; an address that does not work is asked for anew."""
         import requests
 
         require_safe_endpoint(address)
-        if urlsplit(address).hostname in _own_hosts(self.endpoint):
-            self._api.legacy.upload_blob(address, stream, size, timeout=TIMEOUT_S)
-            return
-        # upload_blob would send token and cookie to whatever host the answer names.
-        headers = {"Content-Length": str(size)}
-        response = requests.put(address, data=stream, headers=headers, timeout=TIMEOUT_S)
-        if response.status_code >= 400:
+        try:
+            with _translated(f"uploading {file.path}"), file.local.open("rb") as stream:
+                body = _Watched(stream, file.size, on_bytes)
+                if urlsplit(address).hostname in _own_hosts(self.endpoint):
+                    self._api.legacy.upload_blob(address, body, file.size, timeout=TIMEOUT_S)
+                    return
+                # upload_blob would send token and cookie to whatever host the answer names.
+                headers = {"Content-Length": str(file.size)}
+                response = requests.put(address, data=body, headers=headers, timeout=TIMEOUT_S)
+                status = response.status_code
+        except PermissionDenied as error:  # the login was checked: the address has expired
+            raise UnsettledError(error.problem, hint=AGAIN) from error
+        if status >= 400:
             raise UnsettledError(
-                f"the storage answered HTTP {response.status_code}",
-                where=urlsplit(address).hostname or "",
-                hint="Run the same command again for new addresses.",
+                f"uploading {file.path} failed: the storage answered HTTP {status}", hint=AGAIN
             )
 
 
@@ -321,15 +326,14 @@ def explain(error: BaseException, doing: str) -> Eagle3PackError | None:
     status = getattr(error, "status_code", None)
     reason = text[0] if text else type(error).__name__
     said = f"{doing} failed: {reason}" + (f" (HTTP {status})" if status else "")
-    again = "Run the same command again: what is there is not sent twice."
     if "HubError" not in names:
         if modules & {"requests", "urllib3"}:
-            return UnsettledError(said, hint=again)
+            return UnsettledError(said, hint=AGAIN)
         return None
     if names & {"AuthenticationError", "PermissionDeniedError"}:
         return PermissionDenied(said, hint=LOGIN_HINT)
     if "NotExistError" in names:
         return PermissionDenied(said, hint="Is the name right, and may this account see it?")
     if getattr(error, "retryable", False):
-        return UnsettledError(said, hint=again, retry_after_s=float(getattr(error, "retry_after", 0) or 0))
+        return UnsettledError(said, hint=AGAIN, retry_after_s=float(getattr(error, "retry_after", 0) or 0))
     return RefusedError(said)

@@ -147,7 +147,7 @@ def plan_hub(
     if state is None and hub.proposes:
         raise UsageError("there is no repository to propose to", where=hub.url, hint="Publish without --pr.")
     if state is not None and wishes.public and not state.public and hub.kind == "ms":
-        hub.make_public()
+        hub.make_public()  # refuses, and better now than after the commit
     card = next(file for file in files if file.path == CARD)
     keeps_card = state is not None and _keeps_card(hub, state, card, wishes, hub_template_sha256)
     wanted = tuple(file for file in files if not (keeps_card and file.path == CARD))

@@ -8,32 +8,45 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from eagle3pack import __version__
-from eagle3pack.documents import require_valid, to_json
+from eagle3pack.documents import require_valid, schema_problems, to_json
 from eagle3pack.errors import Eagle3PackError, PermissionDenied
 from eagle3pack.publish.folder import DraftFolder
 from eagle3pack.publish.hub import Hub, redact
 from eagle3pack.publish.plan import HubPlan
 
 SCHEMA = "eagle3pack/receipt/1"
+HubKey = tuple[str, str, str]  # hub, endpoint, repository
 
 
 class Receipt:
     """The record of one run.
 
     Args:
-        path: where it is written; None keeps it in memory.
+        path: where it is written.
         folder: the draft.
         reports: name and sha256 of each report.
+        warn: told when it can no longer be written; that ends no run that has begun.
+
+    Raises:
+        PermissionDenied: it cannot be written.
     """
 
-    def __init__(self, path: Path | None, folder: DraftFolder, reports: Sequence[tuple[str, str]]) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        folder: DraftFolder,
+        reports: Sequence[tuple[str, str]],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._path: Path | None = path
+        self._warn = warn
+        self._templates = hub_templates(path)
         self._hubs: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.document: dict[str, Any] = {
             "schema": SCHEMA,
@@ -47,6 +60,14 @@ class Receipt:
             "reports": [{"name": name, "sha256": sha256} for name, sha256 in reports],
             "hubs": [],
         }
+        try:
+            self._replace(path)
+        except OSError as error:
+            raise PermissionDenied(
+                f"the receipt cannot be written ({error.strerror})",
+                where=str(path),
+                hint="Name another place with --receipt.",
+            ) from error
 
     def planned(self, plan: HubPlan) -> None:
         """A hub's part begins."""
@@ -58,7 +79,7 @@ class Receipt:
             "status": "planned",
             "head_before": plan.state.head if plan.state else None,
             "visibility": "public" if plan.state and plan.state.public else "private",
-            "hub_template_sha256": None,
+            "hub_template_sha256": self._templates.get(_key(plan.hub)),
             "commit": None,
             "url": None,
             "tag": None,
@@ -92,41 +113,40 @@ class Receipt:
         self._write()
 
     def _write(self) -> None:
-        require_valid(self.document, "receipt", where="receipt")
         if self._path is None:
             return
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(to_json(self.document), "utf-8")
-            temporary.replace(self._path)
+            self._replace(self._path)
         except OSError as error:
-            raise PermissionDenied(
-                f"the receipt cannot be written ({error.strerror})",
-                where=str(self._path),
-                hint="Name another place with --receipt.",
-            ) from error
+            self._warn(f"the receipt can no longer be written ({error.strerror}): {self._path}")
+            self._path = None
+
+    def _replace(self, path: Path) -> None:
+        require_valid(self.document, "receipt", where="receipt")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(to_json(self.document), "utf-8")
+        temporary.replace(path)
 
 
-def hub_template_sha256(path: Path | None, hub: Hub) -> str | None:
-    """The README that the hub itself wrote when an earlier run created the repository."""
-    for entry in _earlier_hubs(path):
-        if (entry.get("hub"), entry.get("endpoint"), entry.get("repo_id")) == _key(hub):
-            found = entry.get("hub_template_sha256")
-            return found if isinstance(found, str) else None
-    return None
+def hub_templates(path: Path) -> dict[HubKey, str]:
+    """READMEs that a hub itself wrote when an earlier run created the repository, by their sha256.
 
-
-def _earlier_hubs(path: Path | None) -> list[Mapping[str, Any]]:
-    """Entries of an earlier receipt; none where it cannot be read, as it is only a hint."""
+    Nothing where the earlier receipt cannot be read: it is only a hint.
+    """
     try:
-        document = json.loads(path.read_text("utf-8")) if path else {}
+        document = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
-        return []
-    hubs = document.get("hubs") if isinstance(document, dict) else None
-    return [entry for entry in hubs or [] if isinstance(entry, dict)]
+        return {}
+    if not isinstance(document, dict) or schema_problems(document, "receipt"):
+        return {}
+    return {
+        (hub["hub"], hub["endpoint"], hub["repo_id"]): hub["hub_template_sha256"]
+        for hub in document["hubs"]
+        if hub["hub_template_sha256"]
+    }
 
 
-def _key(hub: Hub) -> tuple[str, str, str]:
+def _key(hub: Hub) -> HubKey:
     return (hub.kind, hub.endpoint, hub.repo_id)
 
 

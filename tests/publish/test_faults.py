@@ -87,8 +87,9 @@ class TestRefusals:
 
     def test_a_validator_that_is_down_is_no_obstacle(self, place: Place) -> None:
         html = "<html>bad gateway</html>"
-        place.hf.faults.append(Fault("POST", "/validate-yaml", status=404, body=html, times=1))
-        assert place.publish(to=(HF,)).code == 0
+        place.hf.faults.append(Fault("POST", "/validate-yaml", status=502, body=html, times=2))
+        assert place.publish(to=(HF,)).code == 0  # ours, and the one inside the client's create_commit
+        assert len(place.hf_commits) == 2
 
     def test_a_rejected_commit_in_a_good_answer(self, place: Place) -> None:
         """ModelScope says Success: false with HTTP 200."""
@@ -153,6 +154,11 @@ class TestBlobs:
             hub.faults.append(Fault("PUT", "/storage/", status=403))  # a signed address that expired
         assert place.publish().code == 0
         assert len(place.hf_commits) == 2 and len(place.ms_commits) == 2
+
+    def test_the_hubs_own_storage_fails_once(self, place: Place) -> None:
+        place.ms.own_storage = True
+        place.ms.faults.append(Fault("PUT", "/storage/", status=403))
+        assert place.publish(to=(MS,)).code == 0
 
     def test_a_storage_that_always_fails_leaves_no_commit(self, place: Place) -> None:
         for hub in (place.hf, place.ms):
@@ -257,15 +263,16 @@ class TestKilled:
         def kill() -> None:
             os.kill(place.runner.pid, signal.SIGKILL)
 
-        place.hf.faults.append(Fault("POST", COMMIT, drop="before", act=kill))
-        assert place.publish().code == -signal.SIGKILL
+        for _ in range(2):
+            place.hf.faults.append(Fault("POST", COMMIT, drop="before", act=kill))
+            assert place.publish().code == -signal.SIGKILL
         assert len(place.hf_commits) == 1 and len(place.ms_commits) == 1
         sent = [seen.path for hub in (place.hf, place.ms) for seen in hub.log if seen.method == "PUT"]
         assert place.publish().code == 0
         again = [seen.path for hub in (place.hf, place.ms) for seen in hub.log if seen.method == "PUT"]
         assert again == sent  # no blob twice
         assert len(place.hf_commits) == 2 and len(place.ms_commits) == 2
-        # ModelScope's own template is no foreign card, even to the second run
+        # ModelScope's own template is no foreign card, even to the third run
         assert b"eagle3pack:card" in place.content(place.ms)["README.md"]
 
     def test_after_the_commit(self, place: Place) -> None:

@@ -78,3 +78,28 @@ def test_json_is_all_that_stands_on_stdout(place: Place) -> None:
     assert outcome.code == 0
     assert outcome.document["receipt"]["hubs"][0]["status"] == "done"
     assert outcome.document["cards"][0]["figures"]
+
+
+def test_a_receipt_that_cannot_be_written_stops_it_before_anything_is_sent(place: Place) -> None:
+    outcome = place.publish("--receipt", "nowhere/receipt.json")
+    assert outcome.code == 4 and "--receipt" in outcome.stderr
+    assert not place.hf_commits and not place.ms_commits
+
+
+def test_a_broken_receipt_is_only_a_hint(place: Place) -> None:
+    for text in ("{", "[]", '{"hubs": [3]}'):
+        (place.root / "receipt.json").write_text(text)
+        assert place.publish(to=(HF,)).code == 0
+
+
+@pytest.mark.parametrize("name", ["publish.yaml", "report.json"])
+def test_secrets_beside_the_draft_are_refused_too(place: Place, name: str) -> None:
+    path, secret = place.root / name, "hf_" + "s" * 34
+    if name == "publish.yaml":
+        path.write_text(path.read_text() + f"citation: {secret}\n")
+    else:
+        run = inputs.run(command=f"HF_TOKEN={secret} eagle3pack verify draft")
+        inputs.write_report(path, inputs.report(place.draft, [run]))
+    outcome = place.publish(to=(HF,))
+    assert outcome.code == 3 and name in outcome.stderr and secret not in outcome.stderr
+    assert not place.hf.log
