@@ -100,17 +100,21 @@ def generate(
         draft: loaded for this target (`load_draft(..., target=target)`).
         on_answer: called when a request ends, with the index of its prompt, its tokens and its counters.
         on_tokens: called with the number of new output tokens.
-        on_draft_pass: called with each pass of the draft; tensors are the engine's own and must not be
-            changed, and are overwritten by nothing later.
+        on_draft_pass: called with each pass of the draft, for whoever wants its activations; the tensors
+            are the engine's own, so copy what is to be kept.
 
     Raises:
-        UsageError: a prompt is empty, holds ids the target does not know, or leaves no room for max_tokens.
+        UsageError: a prompt is empty, holds ids the target does not know, or leaves no room for max_tokens;
+            or fewer than one row or speculative token.
         InputError: the draft does not fit the target.
     """
+    if settings.batch_size < 1 or settings.num_speculative_tokens < 1:
+        raise UsageError("batch_size and num_speculative_tokens must be at least 1")
     _require_room(target, prompts, settings)
     if draft is not None:
         target.capture_for(draft.config, where=draft.where)
-    run = _Run(target, draft, settings, on_answer, on_tokens, on_draft_pass)
+    num_rows = min(settings.batch_size, len(prompts))
+    run = _Run(target, draft, settings, num_rows, on_answer, on_tokens, on_draft_pass)
     start = run.clock.now()
     with torch.inference_mode():
         requests = run.answer(prompts)
@@ -132,6 +136,7 @@ class _Run:
         target: Target,
         draft: DraftModel | None,
         settings: Settings,
+        num_rows: int,
         on_answer: Callable[[int, Sequence[int], Counters], None],
         on_tokens: Callable[[int], None],
         on_draft_pass: Callable[[DraftPass], None] | None,
@@ -139,6 +144,7 @@ class _Run:
         self.target = target
         self.draft = draft
         self.settings = settings
+        self.num_rows = num_rows
         self.num_speculative_tokens = settings.num_speculative_tokens if draft is not None else 0
         self.stop_ids = frozenset[int]() if settings.ignore_stop_ids else target.stop_ids | settings.stop_ids
         self.clock = _Clock(target.device)
@@ -147,13 +153,11 @@ class _Run:
         self._on_draft_pass = on_draft_pass
         self._generator = torch.Generator(target.device).manual_seed(settings.seed)
         self._active: list[_Request] = []
-        self._target_cache = KeyValueCache(settings.batch_size, target.device)
-        self._draft_cache = KeyValueCache(settings.batch_size, target.device)
+        self._target_cache = KeyValueCache(num_rows, target.device)
+        self._draft_cache = KeyValueCache(num_rows, target.device)
         hidden_size = draft.config.hidden_size if draft is not None else 0
-        self._first = torch.zeros(settings.batch_size, dtype=torch.long, device=target.device)
-        self._feedback = torch.zeros(
-            (settings.batch_size, hidden_size), dtype=target.dtype, device=target.device
-        )
+        self._first = torch.zeros(num_rows, dtype=torch.long, device=target.device)
+        self._feedback = torch.zeros((num_rows, hidden_size), dtype=target.dtype, device=target.device)
 
     def answer(self, prompts: Sequence[Sequence[int]]) -> list[_Request]:
         """Answer all prompts; rows that become free are filled in the order of the prompts."""
@@ -163,7 +167,7 @@ class _Run:
         ]
         waiting = deque(requests if self.settings.max_tokens else [])
         while waiting or self._active:
-            while waiting and len(self._active) < self.settings.batch_size:
+            while waiting and len(self._active) < self.num_rows:
                 self._admit(waiting.popleft())
             if self._active:
                 self._round()

@@ -307,6 +307,12 @@ def test_prompts_that_cannot_be_read_are_refused(small: Target, prompt: list[int
     assert error.value.where == "prompt 2"
 
 
+@pytest.mark.parametrize("changes", [{"batch_size": 0}, {"num_speculative_tokens": 0}])
+def test_senseless_settings_are_refused(small: Target, changes: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        generate(small, PROMPTS, replace(FREE, **changes))
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
