@@ -116,8 +116,6 @@ class Context:
             severity = "warning"
         return replace(finding, severity=severity, engines=engines)
 
-    # --- the config ---
-
     @Part
     def raw(self) -> Mapping[str, Any]:
         """config.json."""
@@ -163,8 +161,6 @@ class Context:
             return parse_draft_config(self.raw, where=CONFIG_NAME)
         except Eagle3PackError as error:
             raise Undecided(f"the draft's shape is unknown, since {error}") from None
-
-    # --- the weights ---
 
     @Part
     def files(self) -> WeightFiles:
@@ -225,8 +221,6 @@ class Context:
         except Eagle3PackError as error:
             raise Undecided(f"the weights could not be read: {error}") from None
 
-    # --- the target ---
-
     @Part
     def target(self) -> TargetSpec:
         """What the draft must know of its target."""
@@ -273,8 +267,6 @@ class Context:
     def default_aux_ids(self) -> tuple[int, int, int]:
         """The auxiliary layers that engines take where they find none."""
         return default_aux_layer_ids(self.target.num_hidden_layers)
-
-    # --- the conversion ---
 
     @Part
     def record(self) -> Mapping[str, Any]:

@@ -200,9 +200,6 @@ def without(draft: Draft, *names: str) -> Draft:
     return draft
 
 
-# --- good drafts, as their producers write them ---
-
-
 def safeailab(**changes: Any) -> Draft:
     """SafeAILab/EAGLE: no head_dim, no layer ids, no embedding, both maps."""
     raw = native(

@@ -109,9 +109,6 @@ def edited(draft: Draft, name: str, change: Callable[[np.ndarray[Any, Any]], Non
     return draft
 
 
-# --- the measured table ---
-
-
 @fault("02", "MHA weights under a GQA config", "C10")
 def mha_weights() -> Draft:
     return with_config(make(native(num_key_value_heads=HEADS)), num_key_value_heads=4)
@@ -575,9 +572,6 @@ def no_input_norm() -> Draft:
     return with_config(make(), norm_before_fc=True)
 
 
-# --- public issues ---
-
-
 @fault("#1", "another page size than a hybrid target's", warnings="K05")
 def hybrid_pages() -> Draft:
     draft = make(native(num_key_value_heads=HEADS))
@@ -817,9 +811,6 @@ def legacy_norms() -> Draft:
     for i, name in enumerate(("low", "mid", "high")):
         draft.tensors[f"aux_norm_{name}"] = draft.tensors.pop(f"fc_norm.{i}.weight")
     return draft
-
-
-# --- what else the catalogue lists ---
 
 
 def _after(draft: Draft, step: Callable[[Path], None]) -> Draft:

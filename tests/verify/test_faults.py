@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from eagle3pack.documents import schema_problems
 from eagle3pack.draft.target import parse_target_config
 from eagle3pack.verify.context import Context, Options
 from eagle3pack.verify.report import Examination, build_report, examine
-from tests.verify.drafts import GOOD, Draft, write_target
+from tests.verify.drafts import GOOD, Draft, make, native, write_target
 from tests.verify.faults import FAULTS, Fault
 
 
@@ -44,6 +46,29 @@ def test_a_fault_raises_exactly_its_errors(fault: Fault, tmp_path: Path) -> None
     report = build_report(context, examination, source="x", revision=None, strict=False)
     assert not schema_problems(report, "report")
     json.dumps(report, allow_nan=False)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "packed"])
+def test_a_quantised_draft_has_no_error(kind: str, tmp_path: Path) -> None:
+    def quantise(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            weight = tensors.pop(name)
+            if kind == "fp8":
+                tensors[name] = weight.to(torch.float8_e4m3fn)
+            else:
+                tensors[f"{name}_packed"] = torch.zeros(
+                    weight.shape[0], weight.shape[1] // 8, dtype=torch.int32
+                )
+            tensors[f"{name}_scale"] = torch.ones(weight.shape[0], 1, dtype=weight.dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    draft = make(native(quantization_config={"quant_method": "compressed-tensors"}))
+    draft.afterwards.append(quantise)
+    _, examination = examined(draft, tmp_path)
+
+    assert ids(examination, "error") == set()
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3pack.verify.check import Check, Finding, SetFormat, Undecided, check
+from eagle3pack.verify.checks.settings import QUANTISED_SUFFIXES
 from eagle3pack.verify.context import CONFIG_NAME, Context
 from eagle3pack.verify.weights import INDEX_NAME, SINGLE_NAME
 
@@ -312,7 +313,10 @@ def no_nan(context: Context) -> Iterator[Finding]:
 )
 def no_constant_matrix(context: Context) -> Iterator[Finding]:
     for facts in context.scan.tensors.values():
-        if facts.is_float and facts.is_constant and len(facts.shape) == 2 and not facts.nonfinite:
+        is_matrix = (
+            facts.is_float and len(facts.shape) == 2 and not facts.logical.endswith(QUANTISED_SUFFIXES)
+        )
+        if is_matrix and facts.is_constant and not facts.nonfinite:
             yield Finding(
                 f"every value of {facts.name} is {facts.first:g}",
                 "Export the draft again; this tensor was never written.",

@@ -11,14 +11,8 @@ from eagle3pack.verify.context import CONFIG_NAME, Context
 
 # What a quantised checkpoint holds beside its weights.
 QUANTISED_SUFFIXES = (
-    "_scale",
-    "_scale_inv",
-    "_zero_point",
-    "_packed",
-    "_shape",
-    "_g_idx",
-    ".scales",
-    ".qweight",
+    *("_scale", "_scale_inv", "_zero_point", "_packed", "_shape", "_g_idx"),
+    *(".scales", ".qweight", ".qzeros", ".g_idx"),
 )
 QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4"})
 

@@ -51,7 +51,8 @@ def _name_in_file(context: Context, logical: str) -> str:
 )
 def nothing_missing(context: Context) -> Iterator[Finding]:
     for name, spec in context.expected.items():
-        if spec.required and name not in context.tensors and not _PRESENCE_JUDGED.match(name):
+        here = name in context.tensors or _is_packed(context, name)
+        if spec.required and not here and not _PRESENCE_JUDGED.match(name):
             norm = name.endswith("norm.weight") or "layernorm" in name
             yield Finding(
                 f"{name} is missing; vLLM computes with {'ones' if norm else 'uninitialised memory'} in its "
@@ -60,6 +61,13 @@ def nothing_missing(context: Context) -> Iterator[Finding]:
                 tensor=name,
                 expected=list(spec.shape),
             )
+
+
+def _is_packed(context: Context, name: str) -> bool:
+    """Whether a quantised draft holds the weight under another name."""
+    stem = name.removesuffix("weight")
+    packed = any(f"{stem}{suffix}" in context.tensors for suffix in ("weight_packed", "qweight"))
+    return packed and context.config.quantization is not None
 
 
 @check(
