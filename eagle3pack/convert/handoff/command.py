@@ -15,9 +15,10 @@ from eagle3pack.convert.examine import target_names
 from eagle3pack.convert.handoff import specforge, speculators, torchspec
 from eagle3pack.convert.handoff.draft import ConvertedDraft, Written, read_converted
 from eagle3pack.convert.plan import Plan
+from eagle3pack.convert.requirements import FLOAT_DTYPES
 from eagle3pack.draft.config import DraftConfig
 from eagle3pack.draft.target import TargetSpec
-from eagle3pack.draft.tensors import logical_name
+from eagle3pack.draft.tensors import expected_tensors, logical_name
 from eagle3pack.errors import ConflictError, UsageError
 from eagle3pack.sources import resolve_target_weights
 
@@ -28,7 +29,7 @@ class Framework(Protocol):
     RELEASE: str
     NEEDS: tuple[str, ...]
 
-    def require(self, config: DraftConfig, names: Collection[str], target: TargetSpec | None) -> None:
+    def require(self, config: DraftConfig, target: TargetSpec | None) -> None:
         """Raise for a draft that the framework's release cannot train."""
 
     def write(
@@ -98,10 +99,10 @@ def plan_hand_off(
         UsageError: the target, or a tensor that only the target has, is needed.
     """
     chosen = FRAMEWORKS[framework]
+    chosen.require(plan.after, target)
     names = {logical_name(tensor.name) for file in plan.files for tensor in file.tensors}
-    chosen.require(plan.after, names, target)
     missing = [name for name in chosen.NEEDS if name not in names]
-    lent = _lent(missing, target, target_text) if missing else {}
+    lent = _lent(missing, plan.after, target, target_text) if missing else {}
     for name in missing:
         if name not in lent:
             raise UsageError(
@@ -112,17 +113,22 @@ def plan_hand_off(
     return HandOff(framework, place, lent, target)
 
 
-def _lent(missing: Collection[str], target: TargetSpec | None, text: str | None) -> dict[str, TensorEntry]:
-    """Tensors of the target by the draft's logical names."""
+def _lent(
+    missing: Collection[str], config: DraftConfig, target: TargetSpec | None, text: str | None
+) -> dict[str, TensorEntry]:
+    """Tensors of the target that fit the draft, by the draft's logical names."""
     if target is None or text is None:
         return {}
     wanted = {name: spellings for name, spellings in target_names(target).items() if name in missing}
     folder = resolve_target_weights(text, tuple(name for all_ in wanted.values() for name in all_))
     tensors = open_checkpoint(folder, partial=True).tensors if folder else {}
+    expected = expected_tensors(config)
     return {
         name: tensors[found]
         for name, spellings in wanted.items()
         if (found := next((spelling for spelling in spellings if spelling in tensors), None))
+        and tensors[found].shape == expected[name].shape
+        and tensors[found].dtype in FLOAT_DTYPES
     }
 
 

@@ -1,4 +1,4 @@
-"""What every hand-off starts from: the converted draft on disk, its vocabulary maps, its layers' numbers."""
+"""What every hand-off starts from: the converted draft on disk and its vocabulary maps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from eagle3pack.checkpoint.reading import read_tensor
 from eagle3pack.checkpoint.writer import PlannedTensor, index_json, plan_files, verify_written, write_file
 from eagle3pack.documents import to_json
 from eagle3pack.draft.config import DraftConfig
-from eagle3pack.draft.producers import PORTABLE_ARCHITECTURE
-from eagle3pack.draft.target import TargetSpec, default_aux_layer_ids
-from eagle3pack.draft.tensors import resolve_names
-from eagle3pack.errors import InputError, UnsupportedDraftError
-
-# Keys of the speculators format that a flat config has no place for.
-_NESTED = ("transformer_layer_config", "speculators_config", "speculators_model_type", "speculators_version")
+from eagle3pack.draft.target import TargetSpec
+from eagle3pack.draft.tensors import expected_tensors, resolve_names
+from eagle3pack.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,7 @@ def read_converted(
     target: TargetSpec | None,
     shard_bytes: int,
 ) -> ConvertedDraft:
-    """Open a converted draft.
+    """Open a converted draft; tensors that are no part of an EAGLE3 draft are left out.
 
     Args:
         folder: its files.
@@ -81,93 +77,9 @@ def read_converted(
     """
     checkpoint = open_checkpoint(folder)
     names = resolve_names(checkpoint.tensors, where=str(folder))
-    own = {logical: checkpoint.tensors[actual] for logical, actual in names.items()}
+    known = expected_tensors(config)
+    own = {logical: checkpoint.tensors[actual] for logical, actual in names.items() if logical in known}
     return ConvertedDraft(config, {**lent, **own}, target, shard_bytes)
-
-
-def require_one_plain_layer(config: DraftConfig, option: str, release: str) -> None:
-    """Refuse what the EAGLE3 draft model of TorchSpec and SpecForge has no place for.
-
-    Args:
-        config: of the draft.
-        option: the option that asked for it.
-        release: of the framework.
-
-    Raises:
-        UnsupportedDraftError: the framework would drop a tensor or compute otherwise, mostly in silence.
-    """
-    reasons = {
-        f"it has {config.num_hidden_layers} decoder layers": config.num_hidden_layers != 1,
-        "norm_before_residual is true": config.norm_before_residual,
-        "norm_before_fc is true": config.norm_before_fc,
-        "norm_output is true": config.norm_output,
-        "its attention has biases": config.attention_bias,
-        f"{config.architecture} norms queries and keys": config.qk_norm,
-        f"it reads {config.num_aux_hidden_states} auxiliary hidden states": config.num_aux_hidden_states != 3,
-        "it reads no auxiliary hidden states": not config.use_aux_hidden_state,
-        f"it is quantised ({config.quantization})": config.quantization is not None,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UnsupportedDraftError(
-                f"{release} cannot train this draft: {reason}",
-                where=option,
-                hint="See docs/retraining.md for what each framework trains.",
-            )
-
-
-def native_config(config: DraftConfig) -> dict[str, Any]:
-    """A flat config.json under the one architecture that TorchSpec and SpecForge know."""
-    raw: dict[str, Any] = dict(config.raw)
-    if config.dialect == "speculators":
-        raw = {**config.raw["transformer_layer_config"], **config.raw}
-        raw = {key: value for key, value in raw.items() if key not in _NESTED and value is not None}
-        raw |= {**config.rope.as_v4(), "rope_parameters": config.rope.as_v5()} if config.rope.theta else {}
-    return raw | {
-        "architectures": [PORTABLE_ARCHITECTURE],
-        "model_type": "llama",
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
-    }
-
-
-def capture_layers(draft: ConvertedDraft) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """The auxiliary layers as TorchSpec and SpecForge number them: i is the state after layer i.
-
-    vLLM's number k is the state after k layers, so that i = k - 1. A config.json does not say which of the
-    two it means: the target's default is known in either, anything else is read as vLLM reads it.
-
-    Returns:
-        The numbers, None where the draft names none (each framework's default is vLLM's default); and what
-        was taken for granted.
-
-    Raises:
-        UnsupportedDraftError: vLLM's layer 0, the embedding, which has no number there.
-    """
-    ids = draft.config.aux_hidden_state_layer_ids
-    if ids is None:
-        return None, ()
-    if draft.target:
-        default = default_aux_layer_ids(draft.target.num_hidden_layers)
-        after = tuple(k - 1 for k in default)
-        if ids in (default, after):
-            return after, ()
-    if 0 in ids:
-        raise UnsupportedDraftError(
-            f"eagle_aux_hidden_state_layer_ids {list(ids)} has the embedding (0), which the framework "
-            "cannot capture",
-            where="config.json",
-        )
-    layers = tuple(k - 1 for k in ids)
-    note = (
-        f"auxiliary layers: config.json says {list(ids)}, read as vLLM counts (states after k layers); "
-        f"here that is {list(layers)}. If the draft was trained with this framework on {list(ids)}, write "
-        "those into run.yaml"
-    )
-    return layers, (note,)
 
 
 def vocabulary_maps(draft: ConvertedDraft) -> tuple[TensorEntry, TensorEntry]:
@@ -205,11 +117,6 @@ def vocabulary_maps(draft: ConvertedDraft) -> tuple[TensorEntry, TensorEntry]:
 def in_memory(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> TensorEntry:
     """A tensor whose bytes are at hand, as if it were in a file."""
     return TensorEntry(name, dtype, shape, Path(name), 0, len(data), lambda: memoryview(data))
-
-
-def layer_zero_as(prefix: str, logical: str) -> str:
-    """A tensor's name where the first layer has a prefix of its own."""
-    return prefix + logical.removeprefix("layers.0.") if logical.startswith("layers.0.") else logical
 
 
 def write_draft(

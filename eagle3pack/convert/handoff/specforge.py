@@ -11,20 +11,17 @@ Source: SpecForge 0.2.0 and a6b6b023, specforge/training/{model_loading,assembly
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.checkpoint.reading import read_tensor
-from eagle3pack.convert.handoff.draft import (
-    ConvertedDraft,
-    Written,
+from eagle3pack.convert.handoff.draft import ConvertedDraft, Written, vocabulary_maps, write_draft
+from eagle3pack.convert.handoff.one_layer import (
     capture_layers,
-    layer_zero_as,
+    midlayer_name,
     native_config,
     require_one_plain_layer,
-    vocabulary_maps,
-    write_draft,
 )
 from eagle3pack.convert.handoff.yaml import render_yaml
 from eagle3pack.draft.config import DraftConfig
@@ -35,13 +32,14 @@ RELEASE = "SpecForge 0.2.0"
 NEEDS: tuple[str, ...] = ("lm_head.weight",)  # its loader takes a missing embedding, and the target's instead
 MAPS = "vocab_mapping.pt"
 DRAFT = "draft"
+_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn"})
 OFFLINE = (
     "run.yaml is for precomputed hidden states; to capture them from a server while training, put its "
     "`model` section into the recipe that trained the draft"
 )
 
 
-def require(config: DraftConfig, names: Collection[str], target: TargetSpec | None) -> None:
+def require(config: DraftConfig, target: TargetSpec | None) -> None:
     """Refuse a draft that this release cannot train.
 
     Raises:
@@ -49,7 +47,7 @@ def require(config: DraftConfig, names: Collection[str], target: TargetSpec | No
         UsageError: the target is not known.
     """
     option = "--retrain-with specforge"
-    require_one_plain_layer(config, option, RELEASE)
+    require_one_plain_layer(config, option, RELEASE, _ROPE_TYPES)
     if target is None:
         raise UsageError("SpecForge's configuration names the target", where=option, hint="Give --target.")
 
@@ -68,7 +66,7 @@ def write(draft: ConvertedDraft, folder: Path, place: Path, on_bytes: Callable[[
     config.pop("norm_output", None)
     d2t, t2d = vocabulary_maps(draft)
     tensors = {name: entry for name, entry in draft.tensors.items() if name not in ("d2t", "t2d")}
-    named = [(layer_zero_as("midlayer.", name), entry) for name, entry in tensors.items()]
+    named = [(midlayer_name(name), entry) for name, entry in tensors.items()]
     named += [("d2t", d2t), ("t2d", t2d)]
     write_draft(folder / DRAFT, config, named, draft.shard_bytes, on_bytes)
     _save_maps(folder / MAPS, d2t, t2d)

@@ -10,7 +10,7 @@ Source: speculators 0.9.0 and c05b95b3, src/speculators/{config,model}.py, model
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ _SPECULATIVE_TOKENS = 3  # what the format wants said; engines and `--ttt-steps`
 _KEPT = ("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id")
 
 
-def require(config: DraftConfig, names: Collection[str], target: TargetSpec | None) -> None:
+def require(config: DraftConfig, target: TargetSpec | None) -> None:
     """Refuse a draft that this release cannot train.
 
     Raises:

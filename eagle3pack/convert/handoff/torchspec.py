@@ -11,19 +11,17 @@ Source: TorchSpec 6f21829 torchspec/training/{checkpoint,eagle3_trainer}.py (Mod
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from eagle3pack.checkpoint.distributed import MODEL_FOLDER, TRACKER_FILE
 from eagle3pack.convert.handoff.distributed import save_distributed
-from eagle3pack.convert.handoff.draft import (
-    ConvertedDraft,
-    Written,
+from eagle3pack.convert.handoff.draft import ConvertedDraft, Written, vocabulary_maps
+from eagle3pack.convert.handoff.one_layer import (
     capture_layers,
-    layer_zero_as,
+    midlayer_name,
     native_config,
     require_one_plain_layer,
-    vocabulary_maps,
 )
 from eagle3pack.convert.handoff.yaml import render_yaml
 from eagle3pack.documents import to_json
@@ -39,6 +37,7 @@ NEEDS: tuple[str, ...] = (
 ITERATION = "iter_0000000"
 # {"model_state": ModelState} with ModelState's own {"model": ...}, and Eagle3Model.draft_model within.
 PREFIX = ("model_state", "model", "draft_model.")
+_ROPE_TYPES = frozenset({"default", "llama3", "yarn"})
 _UNFILLED = "???"  # OmegaConf: to be given on the command line
 
 REMAPPED = (
@@ -47,14 +46,17 @@ REMAPPED = (
 )
 
 
-def require(config: DraftConfig, names: Collection[str], target: TargetSpec | None) -> None:
+def require(config: DraftConfig, target: TargetSpec | None) -> None:
     """Refuse a draft that this release cannot train.
 
     Raises:
         UnsupportedDraftError: it would compute otherwise.
     """
     option = "--retrain-with torchspec"
-    require_one_plain_layer(config, option, RELEASE)
+    # Its linear and dynamic embeddings take no theta but 10000.
+    any_theta = config.rope.theta in (None, 10000.0)
+    types = _ROPE_TYPES | ({"linear", "dynamic"} if any_theta else frozenset())
+    require_one_plain_layer(config, option, RELEASE, types)
     if config.fc_norm:
         raise UnsupportedDraftError(f"{RELEASE} cannot train this draft: fc_norm is true", where=option)
 
@@ -80,7 +82,7 @@ def write(draft: ConvertedDraft, folder: Path, place: Path, on_bytes: Callable[[
     save_distributed(
         iteration / MODEL_FOLDER,
         outer,
-        {inner + layer_zero_as("midlayer.", name): entry for name, entry in tensors.items()},
+        {inner + midlayer_name(name): entry for name, entry in tensors.items()},
         on_bytes,
     )
     (folder / TRACKER_FILE).write_text("0", "utf-8")
