@@ -96,7 +96,7 @@ def ids_in_both_places(context: Context) -> Iterator[Finding]:
 def ids_ascend(context: Context) -> Iterator[Finding]:
     for name, value in _places(context).items():
         ids = _as_ids(value)
-        if ids is None or not ids:
+        if not ids or any(not 0 <= i < 2**31 for i in ids):
             yield Finding(
                 f"{name} is {describe(value)}, expected a list of layer numbers",
                 "Write the ids that the draft was trained with.",

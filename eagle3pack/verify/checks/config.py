@@ -12,18 +12,13 @@ from eagle3pack.verify.check import Check, Finding, SetKey, Undecided, check
 from eagle3pack.verify.context import CONFIG_NAME, Context
 from eagle3pack.verify.schema import problems
 
-# Keys whose content a check of its own judges, so that one fault is told once. A wrong JSON type is
-# still C05's.
-_JUDGED_ELSEWHERE = {
-    "architectures": "C02",
-    "model_type": "C01",
-    "speculators_model_type": "C01",
-    "transformer_layer_config": "C01",
-    "rope_scaling": "R03",
-    "rope_parameters": "R03",
-    "rope_theta": "R03",
-    "eagle_aux_hidden_state_layer_ids": "A02",
-}
+# Keys that a check of its own judges whole (C01, C02, R03, A02), so that one fault is told once.
+_JUDGED_ELSEWHERE = frozenset(
+    {
+        *("architectures", "model_type", "speculators_model_type"),
+        *("rope_theta", "eagle_aux_hidden_state_layer_ids"),
+    }
+)
 
 # What vLLM 0.32 makes of `architectures` (transformers_utils/configs/eagle.py, models/registry.py).
 _VLLM_ARCHITECTURES = frozenset(
@@ -264,12 +259,7 @@ def plain_attention(context: Context) -> Iterator[Finding]:
 def types_are_right(context: Context) -> Iterator[Finding]:
     told: set[tuple[str, ...]] = set()
     for problem in problems(context.raw, load_schema("draft-config")):
-        judged = any(part in _JUDGED_ELSEWHERE for part in problem.path[-2:])
-        if judged and problem.keyword in ("required", "minItems", "exclusiveMinimum", "minimum"):
-            continue
-        if problem.path and problem.path[0] in ("architectures", "model_type", "speculators_model_type"):
-            continue
-        if problem.path == ("transformer_layer_config",) or problem.path in told:
+        if _is_judged_elsewhere(problem.path) or problem.path in told:
             continue
         told.add(problem.path)
         yield Finding(
@@ -282,6 +272,11 @@ def types_are_right(context: Context) -> Iterator[Finding]:
             if problem.found is None and problem.keyword == "type"
             else None,
         )
+
+
+def _is_judged_elsewhere(path: tuple[str, ...]) -> bool:
+    rope = {"rope_scaling", "rope_parameters"} & set(path[:-1])  # R03 judges what is in them
+    return bool(rope or _JUDGED_ELSEWHERE & set(path)) or path == ("transformer_layer_config",)
 
 
 CHECKS: tuple[Check, ...] = (
