@@ -1,0 +1,58 @@
+"""The documentation says what the code does: generated pages, links, the tree, the options."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3pack.cli import cli as group
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+
+
+def test_the_command_reference_is_what_help_prints() -> None:
+    run = subprocess.run(
+        [sys.executable, "tools/document_commands.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("name", sorted(group.commands))
+def test_every_command_has_an_example_and_is_in_the_readme(name: str) -> None:
+    help_text = group.commands[name].help or ""
+    assert f"eagle3pack {name} " in help_text
+    assert f"eagle3pack {name} " in (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(group.commands))
+def test_every_option_has_a_help_text(name: str) -> None:
+    for parameter in group.commands[name].params:
+        if parameter.param_type_name == "option" and not getattr(parameter, "hidden", False):
+            shown = getattr(parameter, "help", None) or getattr(parameter, "show_default", None)
+            assert shown, parameter.opts
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_rooms_of_the_architecture_page_are_those_on_disk() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`(eagle3pack/[\w./]+)`", page))
+    for place in named:
+        assert (ROOT / place).exists(), place
+    package = ROOT / "eagle3pack"
+    rooms = {f"eagle3pack/{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    assert rooms <= named
