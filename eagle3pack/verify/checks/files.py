@@ -144,6 +144,9 @@ def metadata_format(context: Context) -> Iterator[Finding]:
                 found=found,
                 expected="pt",
                 mends=(SetFormat(header.path.name),),
+                producer_bug="TorchSpec: only its own version in the metadata"
+                if "torchspec_version" in header.metadata
+                else None,
             )
 
 
@@ -344,6 +347,9 @@ def one_dtype(context: Context) -> Iterator[Finding]:
             "the float tensors have several dtypes: " + ", ".join(f"{n} is {d}" for d, n in dtypes.items()),
             "Export all weights in one dtype.",
             found=sorted(dtypes),
+            producer_bug="TorchSpec: torch_dtype is that of whichever tensor came first"
+            if "_torchspec_version" in context.raw
+            else None,
         )
     for fields in (context.top, context.layer):
         for key in ("torch_dtype", "dtype"):

@@ -124,6 +124,7 @@ def residual_norm_given(context: Context) -> Iterator[Finding]:
         expected=None if speculators else False,
         severity="error" if speculators else "warning",
         mends=() if speculators else (SetKey(("norm_before_residual",), False),),
+        producer_bug="speculators: norm switches lost on export (337, 610, 670)" if speculators else None,
     )
 
 
