@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from eagle3pack.verify.check import Finding, Outcome, Severity
@@ -27,7 +28,7 @@ def render(context: Context, examination: Examination, *, source: str, verbose: 
     if verbose:
         lines += _unanswered(examination)
     if examination.facts is not None:
-        lines += ["serving", *_facts(context, examination.facts), ""]
+        lines += ["to serve it", *_facts(context, examination.facts), ""]
     lines += _verdict(context, examination, verbose=verbose)
     return printable("\n".join(lines))
 
@@ -89,7 +90,7 @@ def _facts(context: Context, facts: ServingFacts) -> Iterator[str]:
             f"  auxiliary layers       {facts.aux_layers_vllm} in vLLM, {facts.aux_layers_sglang} in SGLang"
             + default
         )
-    yield f"  vLLM                   --speculative-config '{facts.speculative_config}'"
+    yield f"  vLLM                   --speculative-config {shlex.quote(facts.speculative_config)}"
 
 
 def _verdict(context: Context, examination: Examination, *, verbose: bool) -> Iterator[str]:
