@@ -1,9 +1,10 @@
 """What publishing a 6.5 GB draft to two hubs costs: reads, memory, and a run in which nothing changed.
 
-    python benchmarks/publish_two_hubs.py [--gigabytes 6.5] [--xet]
+    python benchmarks/publish_two_hubs.py [--gigabytes 6.5] [--xet] [--random]
 
 Both hubs are the protocol servers of the tests, on this machine; they hash what they get and forget it. The
-weights are a sparse file, so that no disk is needed and reading costs what reading from memory costs.
+weights are a sparse file, so that no disk is needed and reading costs what reading from memory costs;
+`--random` writes real ones, which Xet cannot deduplicate.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ from tests.publish.hubs import huggingface, modelscope  # noqa: E402
 from tests.tiny import native_config  # noqa: E402
 
 COMMAND = """
-import json, resource, sys
+import json
 from pathlib import Path
 try:
     from eagle3pack.cli import main
     main()
 finally:
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # not ru_maxrss: across exec that keeps the parent's, which has torch
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak = int(status["VmHWM"].split()[0]) * 1024
     Path("usage.json").write_text(json.dumps({"read": int(io["rchar"]), "peak": peak}))
 """
 
 
-def write_sparse_draft(folder: Path, size: int) -> None:
-    """A config and one valid safetensors file of zeros, mostly holes."""
+def write_draft(folder: Path, size: int, *, random: bool) -> None:
+    """A config and one valid safetensors file: of random bytes, or of zeros that take no disk."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(native_config()))
     rows = size // 2
@@ -50,6 +53,8 @@ def write_sparse_draft(folder: Path, size: int) -> None:
     text += b" " * (-len(text) % 8)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
+        for start in range(0, 2 * rows if random else 0, 1 << 24):
+            file.write(os.urandom(min(1 << 24, 2 * rows - start)))
         file.truncate(8 + len(text) + 2 * rows)
 
 
@@ -76,11 +81,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=6.5)
     parser.add_argument("--xet", action="store_true", help="upload to Hugging Face through Xet")
+    parser.add_argument(
+        "--random", action="store_true", help="random weights, which take disk and chunk apart"
+    )
     asked = parser.parse_args()
     size = int(asked.gigabytes * 1e9)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        write_sparse_draft(work / "draft", size)
+        write_draft(work / "draft", size, random=asked.random)
         inputs.write_report(work / "report.json", report_on(work / "draft"))
         (work / "publish.yaml").write_text(inputs.SETTINGS.replace("chart: false\n", ""))
         with (

@@ -11,19 +11,35 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+PRELOADED = (
+    "eagle3pack.cli.publish",
+    "eagle3pack.publish.command",
+    "huggingface_hub.hf_api",
+    "jinja2",
+    "jsonschema",
+    "matplotlib.backends.backend_svg",
+    "modelscope_hub",
+    "yaml",
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended; negative codes are signals."""
+    """How a command ended; negative codes are signals.
+
+    Attributes:
+        read_bytes: by read() of files, in all; 0 for a command that was killed.
+    """
 
     code: int
     stdout: str
     stderr: str
+    read_bytes: int
 
     @property
     def document(self) -> Any:
@@ -77,28 +93,24 @@ class Runner:
 
     def run(self, argv: list[str], *, cwd: Path, env: dict[str, str]) -> Outcome:
         """Run one command to its end."""
-        out, err = self.scratch / "stdout", self.scratch / "stderr"
-        order = {"argv": argv, "cwd": str(cwd), "env": env, "stdout": str(out), "stderr": str(err)}
+        out, err, usage = (self.scratch / name for name in ("stdout", "stderr", "usage"))
+        usage.write_text("0")
+        order = {"argv": argv, "cwd": str(cwd), "env": env}
+        order |= {"stdout": str(out), "stderr": str(err), "usage": str(usage)}
         assert self._server.stdin and self._server.stdout
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
         self.pid = int(self._server.stdout.readline())
         code = int(self._server.stdout.readline())
-        return Outcome(code, out.read_text(), err.read_text())
+        return Outcome(code, out.read_text(), err.read_text(), int(usage.read_text()))
 
 
 def serve() -> None:
     """Fork for each line on stdin."""
-    import huggingface_hub.hf_api
-    import jinja2
-    import jsonschema
-    import matplotlib.backends.backend_svg
-    import modelscope_hub
-    import yaml
+    for name in PRELOADED:
+        import_module(name)
+    from eagle3pack.publish import card, flow
 
-    from eagle3pack.publish import card, command, flow
-
-    assert command and huggingface_hub and jinja2 and jsonschema and matplotlib and modelscope_hub and yaml
     flow.FIRST_WAIT_S = 0.02
     for language in card.LANGUAGES:
         card.template(language)
@@ -121,7 +133,7 @@ def execute(order: dict[str, Any]) -> None:
         os.dup2(target, descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = ["eagle3pack", *order["argv"]]
-    code = 1
+    code, read_before = 1, bytes_read()
     try:
         from eagle3pack.cli import main
 
@@ -134,9 +146,16 @@ def execute(order: dict[str, Any]) -> None:
 
         traceback.print_exc()
     finally:
+        Path(order["usage"]).write_text(str(bytes_read() - read_before))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def bytes_read() -> int:
+    """What this process has read so far; sockets do not count (proc(5), rchar)."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
 if __name__ == "__main__":
