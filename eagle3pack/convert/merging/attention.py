@@ -67,10 +67,14 @@ class AttentionWeights:
         """Queries and keys are normalised per head before RoPE."""
         return self.q_norm is not None or self.k_norm is not None
 
-    def to(self, dtype: torch.dtype) -> AttentionWeights:
-        """The same weights in another dtype."""
-        changed = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(dtype) for name, x in changed.items() if x is not None})
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights that there are, by attribute."""
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: x for name, x in every.items() if x is not None}
+
+    def to(self, kind: torch.dtype | torch.device) -> AttentionWeights:
+        """The same weights in another dtype or on another device."""
+        return replace(self, **{name: x.to(kind) for name, x in self.tensors().items()})
 
 
 def from_matrices(tensors: Mapping[str, Tensor], head_dim: int) -> AttentionWeights:
