@@ -5,7 +5,6 @@ Results go to stdout, all else to stderr, so that `--json` output can be piped.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +59,8 @@ def print_result(text: str) -> None:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout."""
+    import json  # --help does without
+
     click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 

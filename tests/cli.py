@@ -6,9 +6,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import click
 import pytest
 
-from eagle3pack.cli import main
+from eagle3pack.cli import cli, main
+
+
+def command(name: str) -> click.Command:
+    """A command of the group, imported as the command line imports it."""
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    return found
 
 
 @dataclass(frozen=True)

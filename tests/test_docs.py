@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3pack.cli import cli as group
+from eagle3pack.cli import COMMANDS
+from tests.cli import command
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -26,16 +27,17 @@ def test_the_command_reference_is_what_help_prints() -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("name", sorted(group.commands))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_an_example_and_is_in_the_readme(name: str) -> None:
-    help_text = group.commands[name].help or ""
+    help_text = command(name).help or ""
+    assert help_text.replace("\n", " ").startswith(COMMANDS[name])
     assert f"eagle3pack {name} " in help_text
     assert f"eagle3pack {name} " in (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", sorted(group.commands))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_help_text(name: str) -> None:
-    for parameter in group.commands[name].params:
+    for parameter in command(name).params:
         if parameter.param_type_name == "option" and not getattr(parameter, "hidden", False):
             shown = getattr(parameter, "help", None) or getattr(parameter, "show_default", None)
             assert shown, parameter.opts

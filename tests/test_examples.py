@@ -8,7 +8,7 @@ import click
 import pytest
 import yaml
 
-from eagle3pack.cli import cli
+from tests.cli import command
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -43,7 +43,7 @@ def test_every_command_line_in_the_documents_parses(
             if Path(argument).suffix in (".json", ".jsonl", ".yaml") and "/" not in argument:
                 (tmp_path / argument).touch()
         try:
-            cli.commands[name].make_context(name, list(arguments))
+            command(name).make_context(name, list(arguments))
         except click.exceptions.Exit:
             pass
         except click.UsageError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from eagle3pack.cli import cli
+from eagle3pack.cli import COMMANDS, cli
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 WIDTH = 100
@@ -24,9 +24,10 @@ def commands_page() -> str:
         _section("eagle3pack", cli, None),
     ]
     group = click.Context(cli, info_name="eagle3pack")
-    parts += [
-        _section(f"eagle3pack {name}", command, group) for name, command in sorted(cli.commands.items())
-    ]
+    for name in COMMANDS:
+        command = cli.get_command(group, name)
+        assert command is not None
+        parts.append(_section(f"eagle3pack {name}", command, group))
     return "\n".join(parts)
 
 

@@ -7,6 +7,7 @@ run it again; 8 mismatch after publishing; 9 one hub of two; 130 interrupted.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from types import FrameType
@@ -14,15 +15,39 @@ from types import FrameType
 import click
 
 from eagle3pack import __version__, console
-from eagle3pack.cli.convert import convert
-from eagle3pack.cli.publish import publish
-from eagle3pack.cli.verify import verify
 from eagle3pack.errors import Eagle3PackError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
+# Command -> what `eagle3pack --help` says of it, so that this costs what importing Click costs: the module
+# of a command, eagle3pack.cli.NAME, is imported when it is asked for.
+COMMANDS = {
+    "convert": "Turn the MHA draft SOURCE into a GQA one in OUT.",
+    "publish": "Publish the verified draft in FOLDER with a card made from its reports.",
+    "verify": "Hold the draft SOURCE against its target and the engines that will serve it.",
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class _Commands(click.Group):
+    """The commands, each imported on its first use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, prog_name="eagle3pack")
 def cli() -> None:
     """Convert, verify and publish EAGLE3 speculative-decoding draft models.
@@ -32,11 +57,6 @@ def cli() -> None:
       eagle3pack convert ./my-draft ./my-draft-gqa --num-kv-heads 4
     """
     console.set_verbosity(0)
-
-
-cli.add_command(convert)
-cli.add_command(publish)
-cli.add_command(verify)
 
 
 def main() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from eagle3pack import console
-from eagle3pack.cli.options import ByteSize, common_options
+from eagle3pack.cli.options import ByteSize, FilePath, common_options
 
 
 @click.command()
@@ -25,20 +24,38 @@ from eagle3pack.cli.options import ByteSize, common_options
 )
 @click.option(
     "--metric",
-    type=click.Choice(["identity", "norm", "embedding"]),
-    default="identity",
-    show_default=True,
-    help="What the closed-form methods take the attention input to look like.",
+    type=click.Choice(["identity", "norm", "embedding", "calibration"]),
+    help="What the closed-form methods take the attention input to look like.  [default: identity; "
+    "calibration where there is one]",
 )
-@click.option("--refit-output", type=click.Choice(["closed", "none"]), help="Least squares for o_proj.")
+@click.option(
+    "--refit-output",
+    type=click.Choice(["closed", "ridge", "none"]),
+    help="Least squares for o_proj; ridge needs a calibration, and is the default with one.",
+)
 @click.option(
     "--grouping",
     default="contiguous",
     show_default=True,
-    metavar="contiguous|similarity|FILE",
-    help="Which heads share one; FILE lists them as JSON: [[0, 3], [1, 2]].",
+    metavar="contiguous|similarity|auto|FILE",
+    help="Which heads share one; auto asks held-out activations; FILE lists them as JSON: [[0, 3], [1, 2]].",
 )
 @click.option("--max-distance", type=click.IntRange(1), help="Positions that als looks at.")
+@click.option(
+    "--calibrate-with",
+    metavar="PROMPTS",
+    help="Let TARGET and SOURCE answer these prompts first, and merge by what the attention reads: a file, "
+    "or the word shipped for the prompts that come with this package.",
+)
+@click.option(
+    "--save-calibration", type=FilePath(), metavar="FILE", help="Keep what --calibrate-with recorded."
+)
+@click.option(
+    "--calibration",
+    type=FilePath(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Use what --save-calibration kept, on any machine.",
+)
 @click.option("--canonical", is_flag=True, help="Write the portable config.json and tensor names.")
 @click.option(
     "--layout",
@@ -59,7 +76,7 @@ from eagle3pack.cli.options import ByteSize, common_options
 )
 @click.option(
     "--retrain-with",
-    type=(click.Choice(["torchspec", "specforge", "speculators"]), click.Path(path_type=Path)),
+    type=(click.Choice(["torchspec", "specforge", "speculators"]), FilePath()),
     metavar="torchspec|specforge|speculators DIR",
     help="Also write in DIR what that framework needs to retrain the new draft.",
 )
@@ -82,6 +99,7 @@ def convert(source: str, out: str, as_json: bool, **options: Any) -> None:
     Examples:
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --method als
+      eagle3pack convert ./draft ./gqa --target ./target --method als --calibrate-with shipped
       eagle3pack convert hf:org/draft ./draft-gqa --target org/target --strip-shared
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --retrain-with torchspec ./retrain
     """

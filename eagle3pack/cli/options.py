@@ -41,6 +41,16 @@ class ByteSize(click.ParamType[int]):
         return size
 
 
+class FilePath(click.Path):
+    """A path that reaches the command as a pathlib.Path; --help does not pay for importing that."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Check the text as click.Path does."""
+        from pathlib import Path
+
+        return Path(str(super().convert(value, param, ctx)))
+
+
 def common_options(command: Command) -> Command:
     """Add --json, -v and -q."""
     for option in (

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from eagle3pack import console
-from eagle3pack.cli.options import common_options
+from eagle3pack.cli.options import FilePath, common_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=FilePath())
 @click.option(
     "--to", multiple=True, metavar="HUB:ORG/NAME", help="hf:ORG/NAME or ms:ORG/NAME; may be given twice."
 )
 @click.option(
     "--report",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="FILE",
     help="What verify wrote; may be given again.",
 )
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="FILE",
     help="publish.yaml; looked for here and in FOLDER.",
 )
@@ -51,14 +53,14 @@ from eagle3pack.cli.options import common_options
 )
 @click.option(
     "--receipt",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("receipt.json"),
+    type=FilePath(dir_okay=False),
+    default="receipt.json",
     show_default=True,
     help="Record of what was published.",
 )
 @click.option(
     "--render-to",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FilePath(file_okay=False),
     metavar="DIR",
     help="Keep the rendered files.",
 )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from eagle3pack.cli.options import FilePath
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from eagle3pack.verify.smoke.options import SmokeOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = FilePath(exists=True, dir_okay=False)
 _SHARE = click.FloatRange(0, 1)
 
 _OPTIONS = (
@@ -87,9 +90,7 @@ _OPTIONS = (
         metavar="SECONDS",
         help="How long one answer may take.",
     ),
-    click.option(
-        "--engine-log", type=click.Path(dir_okay=False, path_type=Path), help="Where vLLM's output goes."
-    ),
+    click.option("--engine-log", type=FilePath(dir_okay=False), help="Where vLLM's output goes."),
 )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from eagle3pack import console
-from eagle3pack.cli.options import common_options
+from eagle3pack.cli.options import FilePath, common_options
 from eagle3pack.cli.smoke_options import smoke_options, take_smoke_options
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from eagle3pack.verify.command import Verified
 
 CHECK_FAILED = 3
@@ -33,7 +34,7 @@ CHECK_FAILED = 3
 @click.option("--quick", is_flag=True, help="Read no values and run no engine, unless one is named.")
 @click.option("--strict", is_flag=True, help="Warnings fail too.")
 @click.option("--fix", metavar="OUT", help="Write a copy into OUT with every safe mend made.")
-@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write report.json here.")
+@click.option("--report", type=FilePath(dir_okay=False), help="Write report.json here.")
 @smoke_options
 @common_options
 @click.pass_context
