@@ -19,11 +19,15 @@ venv/bin/python - "$site" <<'CHECK'
 import pathlib, sys
 import eagle3pack
 from eagle3pack.documents import load_schema
+from eagle3pack.draft.target import bundled_target
+from eagle3pack.engine.prompts import shipped_prompts
 assert pathlib.Path(eagle3pack.__file__).is_relative_to(sys.argv[1]), eagle3pack.__file__
 for schema in pathlib.Path(eagle3pack.__file__).with_name("schemas").glob("*.schema.json"):
     load_schema(schema.name.removesuffix(".schema.json"))
     print("schema", schema.name)
+print("prompts", len(shipped_prompts().prompts), "target", bundled_target("MiniMaxAI/MiniMax-M3").architecture)
 CHECK
 venv/bin/eagle3pack convert draft gqa --num-kv-heads 4 -q
 test -s gqa/eagle3pack.json
+venv/bin/eagle3pack verify gqa --quick > report.txt
 echo "the wheel works"
