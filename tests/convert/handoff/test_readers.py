@@ -103,25 +103,36 @@ def test_torchspecs_exporter_gives_the_converted_draft_back(tmp_path: Path, what
     assert_same(load(tmp_path / "exported"), expected_of(tmp_path, "midlayer.", maps=False))
 
 
-@pytest.mark.parametrize("what", DRAFTS)
+ONLY_SPECFORGE = {"fc_norm": native_config(fc_norm=True, **ROPE)}
+ONLY_SPECULATORS = {
+    "qwen3, smaller": native_config(
+        architectures=["Eagle3Qwen3ForCausalLM"], norm_before_residual=True, draft_vocab_size=40, **ROPE
+    ),
+    "two layers": native_config(num_hidden_layers=2, attention_bias=True, norm_before_fc=True, **ROPE),
+}
+
+
+@pytest.mark.parametrize("what", DRAFTS | ONLY_SPECFORGE)
 def test_specforges_warm_start_loads_every_tensor(tmp_path: Path, what: str) -> None:
     python = python_of("specforge")
-    hand_over(tmp_path, "specforge", DRAFTS[what], method="als")
+    raw = (DRAFTS | ONLY_SPECFORGE)[what]
+    hand_over(tmp_path, "specforge", raw, method="als")
     run(
         python, READERS / "read_specforge.py", tmp_path / "retrain" / "run.yaml", tmp_path / "out.safetensors"
     )
     found = load_file(tmp_path / "out.safetensors")
-    assert_rotates_alike(found.pop("inv_freq"), DRAFTS[what])
+    assert_rotates_alike(found.pop("inv_freq"), raw)
     assert_same(found, expected_of(tmp_path, "midlayer.", maps=True))
 
 
-@pytest.mark.parametrize("what", DRAFTS)
+@pytest.mark.parametrize("what", DRAFTS | ONLY_SPECULATORS)
 def test_speculators_loads_every_tensor(tmp_path: Path, what: str) -> None:
     python = python_of("speculators")
-    hand_over(tmp_path, "speculators", DRAFTS[what], method="als", shard_size=100_000)
+    raw = (DRAFTS | ONLY_SPECULATORS)[what]
+    hand_over(tmp_path, "speculators", raw, shard_size=100_000)
     run(python, READERS / "read_speculators.py", tmp_path / "retrain" / "draft", tmp_path / "out.safetensors")
     found = load_file(tmp_path / "out.safetensors")
-    assert_rotates_alike(found.pop("inv_freq"), DRAFTS[what])
+    assert_rotates_alike(found.pop("inv_freq"), raw)
     assert_same(found, expected_of(tmp_path, "layers.0.", maps="smaller" in what))
 
 
