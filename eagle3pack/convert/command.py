@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from eagle3pack.checkpoint.digest import header_sha256, sha256_file
 from eagle3pack.checkpoint.distributed import model_folder
 from eagle3pack.checkpoint.files import Checkpoint, open_checkpoint
 from eagle3pack.checkpoint.folder import new_folder, require_free, require_separate
+from eagle3pack.convert.calibrate import CalibrationOptions, Progress, find_calibration
 from eagle3pack.convert.compute import Computation, start_computation
 from eagle3pack.convert.examine import shared_with_target, target_names, vocabulary_map_is_identity
 from eagle3pack.convert.execute import copy_companions, prove, write_output
@@ -22,7 +22,9 @@ from eagle3pack.convert.plan import (
     Examined,
     Layout,
     Method,
+    MetricName,
     Plan,
+    RefitName,
     Request,
     plan_conversion,
 )
@@ -42,8 +44,6 @@ from eagle3pack.sources import (
     resolve_target_weights,
 )
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
@@ -52,10 +52,13 @@ class ConvertOptions:
     num_kv_heads: int | None = None
     target: str | None = None
     method: Method = "mean"
-    metric: Literal["identity", "norm", "embedding"] = "identity"
-    refit_output: Literal["closed", "none"] | None = None
+    metric: MetricName | None = None
+    refit_output: RefitName | None = None
     grouping: str = "contiguous"
     max_distance: int | None = None
+    calibration: Path | None = None
+    calibrate_with: str | None = None
+    save_calibration: Path | None = None
     canonical: bool = False
     layout: Layout = "keep"
     strip_shared: bool = False
@@ -84,13 +87,14 @@ def run_convert(
         out_text: the folder to make.
         options: see `eagle3pack convert --help`.
         say: for messages while it works.
-        progress: (label, total bytes) -> a context that yields the function to advance it.
+        progress: of long parts.
 
     Raises:
         Eagle3PackError: any of them; nothing is left behind.
     """
     if options.strip_shared and options.target is None:
         raise UsageError("needs the target to compare with", where="--strip-shared", hint="Give --target.")
+    calibrated = _calibration_options(options)
     out = Path(out_text)
     if not options.dry_run:
         require_free(out, overwrite=options.overwrite)  # before a long download, not after it
@@ -109,7 +113,12 @@ def run_convert(
             config, options.num_kv_heads, target.num_key_value_heads if target else None
         ),
         method=options.method,
-        closed_form=ClosedForm(options.metric, options.refit_output, options.grouping, options.max_distance),
+        closed_form=ClosedForm(
+            options.metric or ("calibration" if calibrated.wanted else "identity"),
+            options.refit_output,
+            options.grouping,
+            options.max_distance,
+        ),
         layout=options.layout,
         canonical=options.canonical,
         shard_bytes=options.shard_size,
@@ -132,10 +141,31 @@ def run_convert(
             else None
         ),
     )
-    computation = start_computation(plan, say)
+    calibration = find_calibration(calibrated, plan, source, say=say, progress=progress)
+    computation = start_computation(plan, say, calibration)
     if options.dry_run:
         return _try(summary, computation)
-    return _write(summary, computation, source, config_path, checkpoint, out, options, progress)
+    document = None if calibration is None else calibration.document
+    return _write(summary, computation, document, source, config_path, checkpoint, out, options, progress)
+
+
+def _calibration_options(options: ConvertOptions) -> CalibrationOptions:
+    """Where a calibration comes from; refuses what contradicts itself or needs one."""
+    found = CalibrationOptions(
+        options.calibration, options.calibrate_with, options.save_calibration, options.target
+    )
+    found.require_sensible()
+    asking = {
+        "--metric calibration": options.metric == "calibration",
+        "--refit-output ridge": options.refit_output == "ridge",
+        "--grouping auto": options.grouping == "auto",
+    }
+    for option, asked in asking.items():
+        if asked and not found.wanted:
+            raise UsageError(
+                "needs a calibration", where=option, hint="Give --calibration or --calibrate-with."
+            )
+    return found
 
 
 def _config_path(folder: Path, given: str | None) -> Path:
@@ -203,6 +233,7 @@ def _with_results(summary: Summary, computation: Computation) -> Summary:
 def _write(
     summary: Summary,
     computation: Computation,
+    calibration: Mapping[str, Any] | None,
     source: Source,
     config_path: Path,
     checkpoint: Checkpoint,
@@ -220,7 +251,7 @@ def _write(
         copied = copy_companions(source.folder, folder, COMPANION_PATTERNS)
         prove(plan, folder, every_byte=options.prove)
         previous = _previous_record(source.folder)
-        record = build_record(plan, source, source_files, previous, files, computation)
+        record = build_record(plan, source, source_files, previous, files, computation, calibration)
         (folder / RECORD_NAME).write_text(to_json(record), "utf-8")
         if hand_off := summary.hand_off:
             with progress(f"writing for {hand_off.framework}", plan.output_bytes) as on_bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.checkpoint.reading import read_part
@@ -15,6 +15,9 @@ from eagle3pack.checkpoint.writer import PlannedTensor
 from eagle3pack.convert.plan import POOLING, Plan
 from eagle3pack.convert.pooling import GroupError, PoolMethod, pool_heads
 from eagle3pack.errors import InputError
+
+if TYPE_CHECKING:
+    from eagle3pack.convert.merging.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +134,12 @@ def _reader(entry: TensorEntry) -> Callable[[int, int], memoryview]:
     return lambda offset, nbytes: read_part(entry, offset, nbytes)
 
 
-def start_computation(plan: Plan, say: Callable[[str], None]) -> Computation:
+def start_computation(
+    plan: Plan, say: Callable[[str], None], calibration: Calibration | None = None
+) -> Computation:
     """The computation that a plan asks for; only the closed-form methods import torch."""
     if plan.request.method in POOLING or not plan.computed:
         return Pooling(plan)
     from eagle3pack.convert.merging.compute import Merging
 
-    return Merging(plan, say)
+    return Merging(plan, say, calibration)

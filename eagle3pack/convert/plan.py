@@ -24,6 +24,8 @@ from eagle3pack.errors import InputError
 
 Method = Literal["mean", "first", "procrustes", "svd", "als"]
 Layout = Literal["keep", "midlayer", "layers"]
+MetricName = Literal["identity", "norm", "embedding", "calibration"]
+RefitName = Literal["closed", "ridge", "none"]
 POOLING: tuple[Method, ...] = ("mean", "first")
 
 
@@ -33,13 +35,14 @@ class ClosedForm:
 
     Attributes:
         metric: second moment of the attention input in which errors are measured.
-        refit_output: least squares for o_proj; None takes the method's own.
-        grouping: contiguous, similarity, or the name of a JSON file with the groups.
+        refit_output: least squares for o_proj; None takes the method's own, and ridge with a calibration.
+        grouping: contiguous, similarity, auto (what held-out activations prefer), or the name of a JSON
+            file with the groups.
         max_distance: positions over which als compares logits; None takes the draft's, at most 32768.
     """
 
-    metric: Literal["identity", "norm", "embedding"] = "identity"
-    refit_output: Literal["closed", "none"] | None = None
+    metric: MetricName = "identity"
+    refit_output: RefitName | None = None
     grouping: str = "contiguous"
     max_distance: int | None = None
 

@@ -64,6 +64,7 @@ def build_record(
     previous: Mapping[str, Any] | None,
     output_files: Sequence[OutputFile],
     computation: Computation,
+    calibration: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The record as a JSON document; pure but for the clock.
 
@@ -74,6 +75,7 @@ def build_record(
         previous: the record that the source itself carried.
         output_files: config.json, weights and index.
         computation: what made the new values; carried out.
+        calibration: the document of the calibration that was used.
     """
     local = source.location.place == "local"
     digests = [(file.path, file.size, file.sha256) for file in output_files if file.sha256 is not None]
@@ -92,7 +94,7 @@ def build_record(
             "files": [asdict(file) for file in source_files],
             "previous": previous,
         },
-        "method": {"name": plan.method, "parameters": _parameters(plan)},
+        "method": {"name": plan.method, "parameters": _parameters(plan, calibration)},
         "heads": {
             "num_attention_heads": plan.before.num_attention_heads,
             "num_key_value_heads_before": plan.before.num_key_value_heads,
@@ -116,14 +118,14 @@ def build_record(
     }
 
 
-def _parameters(plan: Plan) -> dict[str, Any]:
+def _parameters(plan: Plan, calibration: Mapping[str, Any] | None) -> dict[str, Any]:
     """Settings of a closed-form method; pooling has none. Paths of files stay out of the record."""
     if not plan.computed or plan.request.method in POOLING:
         return {}
     parameters = asdict(plan.request.closed_form)
-    if parameters["grouping"] not in ("contiguous", "similarity"):
+    if parameters["grouping"] not in ("contiguous", "similarity", "auto"):
         parameters["grouping"] = "explicit"
-    return parameters
+    return {**parameters, "calibration": None if calibration is None else dict(calibration)}
 
 
 def timestamp() -> str:

@@ -23,6 +23,9 @@ _LABELS = {
     "v_relative_error": "relative error, values",
     "k_kept_energy": "kept of the logits",
     "v_kept_energy": "kept of the outputs",
+    "output_error": "held-out output error",
+    "attention_kl": "held-out attention KL",
+    "logits_kl": "held-out logits KL",
 }
 
 
@@ -140,9 +143,17 @@ class Summary:
 
     def _quality(self, name: str) -> str:
         value = self.quality[name]
+        if name == "output_error":
+            return f"{value:.3f} (mean pooling: {self.quality['output_error_by_mean']:.3f}; 0 is exact)"
+        if name.endswith("_kl"):
+            return f"{value:.3f} nats{self._same_tokens() if name == 'logits_kl' else ''}"
         if not name.endswith("_kept_energy"):
             return f"{value:.2f} (mean over all heads; 0 is exact)"
         return f"{value:.1%} (mean pooling: {self.quality[f'{name}_by_mean']:.1%})"
+
+    def _same_tokens(self) -> str:
+        shares = [share for name, share in self.quality.items() if name.startswith("same_token_at_step_")]
+        return f"; same token at step 0, 1, ...: {', '.join(f'{share:.1%}' for share in shares)}"
 
 
 def _changed(plan: Plan) -> str:

@@ -39,7 +39,7 @@ K, V = "midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"
 class NoProgress:
     """Progress that nobody watches."""
 
-    def __call__(self, label: str, total: int) -> NoProgress:
+    def __call__(self, label: str, total: int, *, unit: str = "B") -> NoProgress:
         self.done = 0
         return self
 

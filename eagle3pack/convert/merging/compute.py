@@ -16,11 +16,15 @@ from eagle3pack.checkpoint.reading import read_tensor
 from eagle3pack.checkpoint.writer import PlannedTensor
 from eagle3pack.convert.compute import LayerResult
 from eagle3pack.convert.merging.attention import from_matrices, to_matrices
+from eagle3pack.convert.merging.calibrated import Judged, merge_judged
+from eagle3pack.convert.merging.calibration import Calibration
+from eagle3pack.convert.merging.fidelity import Rest
 from eagle3pack.convert.merging.grouping import Groups
-from eagle3pack.convert.merging.merge import MergeOptions, merge
+from eagle3pack.convert.merging.merge import MergeOptions, Refit, merge
 from eagle3pack.convert.merging.metrics import IDENTITY, Metric, embedding_metric, norm_metric
+from eagle3pack.convert.merging.moments import Moments
 from eagle3pack.convert.merging.report import MergeReport
-from eagle3pack.convert.merging.rotary import rope_spec
+from eagle3pack.convert.merging.rotary import RopeSpec, rope_spec
 from eagle3pack.convert.plan import Plan
 from eagle3pack.documents import describe
 from eagle3pack.errors import InputError, UsageError
@@ -37,12 +41,15 @@ class Merging:
     Attributes:
         plan: what is converted.
         say: told which layer is being merged.
+        calibration: of this draft, or None.
     """
 
     plan: Plan
     say: Callable[[str], None]
+    calibration: Calibration | None = None
     _made: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _reports: dict[int, MergeReport] = field(default_factory=dict)
+    _judged: dict[int, Judged] = field(default_factory=dict)
 
     def compute(self, planned: PlannedTensor) -> Iterator[memoryview]:
         """Give one tensor of a layer, merging the layer when its first one is asked for.
@@ -59,28 +66,66 @@ class Merging:
     def _merge(self, layer: int) -> None:
         request, config = self.plan.request, self.plan.before
         self.say(f"merging the heads of layer {layer} by {request.method}")
-        tensors = {
-            name.removeprefix(f"layers.{layer}.self_attn."): load(entry)
-            for name, entry in self.plan.sources.items()
-            if name.startswith(f"layers.{layer}.self_attn.") and name.split(".")[3] in _ATTENTION
-        }
         spec = rope_spec(config.rope, config.head_dim, config.max_position_embeddings)
         positions = config.max_position_embeddings or LONGEST_DISTANCE
+        moments = self._moments()
+        chosen = request.closed_form.grouping
         options = MergeOptions(
             num_key_value_heads=request.num_key_value_heads,
             method=request.method,
-            refit_output=request.closed_form.refit_output,
-            grouping=_grouping(request.closed_form.grouping),
+            refit_output=self._refit(spec),
+            grouping="contiguous" if chosen == "auto" else _grouping(chosen),
             max_distance=request.closed_form.max_distance or min(positions, LONGEST_DISTANCE),
         )
-        weights = from_matrices(tensors, config.head_dim)
-        merged = merge(weights, spec, options, self._metric(layer))
+        weights = from_matrices(attention_tensors(self.plan, layer), config.head_dim)
+        metric = self._metric(layer, moments)
+        if moments is None or spec.frequencies is None:
+            merged = merge(weights, spec, options, metric, moments)
+        else:
+            judged = merge_judged(
+                weights,
+                spec,
+                options,
+                metric,
+                moments,
+                choose_grouping=chosen == "auto",
+                rest=self._rest(),
+            )
+            merged, self._judged[layer] = judged.merged, judged
         self._reports[layer] = merged.report
         for part, matrix in to_matrices(merged.weights).items():
             self._made[layer, part] = matrix
 
-    def _metric(self, layer: int) -> Metric:
+    def _moments(self) -> Moments | None:
+        if self.calibration is None:
+            return None
+        config = self.plan.before
+        return self.calibration.moments(
+            self._load("layers.0.hidden_norm.weight"),
+            config.rms_norm_eps,
+            norm_before_residual=config.norm_before_residual,
+        )
+
+    def _refit(self, spec: RopeSpec) -> Refit | None:
+        """As asked; with a calibration, ridge where a closed form is refitted anyway."""
+        asked = self.plan.request.closed_form.refit_output
+        if asked is None and self.calibration is not None and spec.frequencies is not None:
+            return "ridge" if self.plan.request.method in ("svd", "als") else None
+        return asked
+
+    def _rest(self) -> Rest | None:
+        """The draft behind its attention; None where its head is the target's."""
+        if "lm_head.weight" not in self.plan.sources:
+            return None
+        names = ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        norm, gate, up, down = (self._load(f"layers.0.{name}.weight") for name in names)
+        last, head = self._load("norm.weight"), self._load("lm_head.weight")
+        return Rest(norm, gate, up, down, last, head, self.plan.before.rms_norm_eps)
+
+    def _metric(self, layer: int, moments: Moments | None) -> Metric:
         name = self.plan.request.closed_form.metric
+        if name == "calibration" and moments is not None:
+            return moments.metric()
         if name == "identity":
             return IDENTITY
         if layer > 0:
@@ -108,7 +153,8 @@ class Merging:
             LayerResult(
                 layer,
                 tuple(group.heads for group in report.result.groups),
-                {"merging": report.as_dict()},
+                {"merging": report.as_dict()}
+                | ({"held_out": self._judged[layer].as_dict()} if layer in self._judged else {}),
                 report.notes,
             )
             for layer, report in sorted(self._reports.items())
@@ -126,11 +172,36 @@ class Merging:
             "v_kept_energy": average(lambda report: report.result.kept_values),
             "k_kept_energy_by_mean": average(lambda report: report.mean.kept_keys),
             "v_kept_energy_by_mean": average(lambda report: report.mean.kept_values),
+        } | self._held_out_quality()
+
+    def _held_out_quality(self) -> dict[str, float]:
+        if not self._judged:
+            return {}
+        (judged,) = self._judged.values()  # a calibration knows one layer
+        found = judged.fidelity
+        quality = {
+            "output_error": found.output_error,
+            "output_error_by_mean": judged.mean_output_error,
+            "attention_kl": found.attention_kl,
         }
+        if found.logits_kl is not None and found.same_token is not None:
+            quality["logits_kl"] = found.logits_kl
+            quality |= {f"same_token_at_step_{i}": share for i, share in enumerate(found.same_token)}
+        return quality
 
     def libraries(self) -> Mapping[str, str]:
         """torch's version."""
         return {"torch": torch.__version__}
+
+
+def attention_tensors(plan: Plan, layer: int) -> dict[str, Tensor]:
+    """The tensors of one layer's attention, by their name within it."""
+    prefix = f"layers.{layer}.self_attn."
+    return {
+        name.removeprefix(prefix): load(entry)
+        for name, entry in plan.sources.items()
+        if name.startswith(prefix) and name.split(".")[3] in _ATTENTION
+    }
 
 
 def load(entry: TensorEntry) -> Tensor:
@@ -152,7 +223,8 @@ def _grouping(text: str) -> Literal["contiguous", "similarity"] | Groups:
         groups = json.loads(Path(text).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{text!r} is neither contiguous nor similarity, nor a JSON file ({error})", where="--grouping"
+            f"{text!r} is none of contiguous, similarity and auto, nor a JSON file ({error})",
+            where="--grouping",
         ) from None
     if not isinstance(groups, list) or not all(
         isinstance(group, list) and all(type(head) is int for head in group) for group in groups

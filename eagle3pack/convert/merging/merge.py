@@ -43,6 +43,9 @@ Refit = Literal["closed", "ridge", "none"]
 # wrong is half the difference, where merging loses tenths.
 EQUAL_NORM_WEIGHTS = 0.01
 
+# Of the prior in measured distances: calibration texts are short, the contexts that are served are not.
+PRIOR_SHARE = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
@@ -55,7 +58,7 @@ class MergeOptions:
             calibration activations, starting from the closed form). None takes the method's own:
             closed for svd and als, none for the others.
         grouping: contiguous, similarity, or the groups of source key/value heads themselves.
-        max_distance: positions over which als compares logits where calibration measured none.
+        max_distance: positions over which als compares logits.
     """
 
     num_key_value_heads: int
@@ -151,7 +154,7 @@ def merge(
     )
     if plan.refit != "ridge" or moments is None:
         return Merged(result, report)
-    output, refit = refit_output(weights, result, rope, moments.samples)
+    output, refit = refit_output(weights, result, rope, moments.samples, moments.held_out)
     return Merged(replace(result, o=output.to(result.o.dtype)), replace(report, refit=refit))
 
 
@@ -243,7 +246,13 @@ def _positions(rope: RopeSpec, options: MergeOptions, moments: Moments | None) -
     if rope.frequencies is None:
         return averaged_phases(rope)
     measured = moments.distance_mass if moments is not None else None
-    return at_distances(rope, distance_prior(options.max_distance) if measured is None else measured)
+    prior = distance_prior(options.max_distance)
+    if measured is None:
+        return at_distances(rope, prior)
+    mass = torch.zeros(max(len(prior), len(measured)), dtype=torch.float64)
+    mass[: len(prior)] = PRIOR_SHARE * prior / prior.sum()
+    mass[: len(measured)] += (1 - PRIOR_SHARE) * measured.double() / measured.sum()
+    return at_distances(rope, mass)
 
 
 def _groups(weights: AttentionWeights, rope: RopeSpec, options: MergeOptions, metric: Metric) -> Groups:

@@ -17,11 +17,15 @@ class Sample:
         x: the attention input, shape (T, In).
         positions: integer, shape (T,).
         visible: whether query t sees key s, bool, shape (T, T); None for causal.
+        steps: speculative step of each input, 0 for true states of the target, integer, shape (T,).
+        residual: what the attention's output is added to, shape (T, H).
     """
 
     x: Tensor
     positions: Tensor
     visible: Tensor | None = None
+    steps: Tensor | None = None
+    residual: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,10 @@ class Moments:
         second_moment: E[x x'], shape (In, In).
         mean: E[x], shape (In,).
         distance_mass: attention mass of the source draft by distance, shape (distances,), or None.
-        samples: activations for refits and held-out errors.
+        samples: activations for refits.
         num_tokens: that the averages were taken over.
+        held_out: activations that nothing is fitted to, the averages above included; they choose between
+            candidates and tell errors. Empty where the caller kept none apart.
     """
 
     second_moment: Tensor
@@ -41,6 +47,7 @@ class Moments:
     distance_mass: Tensor | None = None
     samples: tuple[Sample, ...] = ()
     num_tokens: int = 0
+    held_out: tuple[Sample, ...] = ()
 
     def metric(self) -> Metric:
         """The calibrated metric.

@@ -18,7 +18,7 @@ from eagle3pack.convert.merging.report import RidgeReport
 from eagle3pack.convert.merging.rotary import RopeSpec
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
-HELD_OUT = 10  # every tenth sample chooses the penalty
+HELD_OUT = 10  # every tenth sample chooses the penalty, where none were kept apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,11 @@ def ridge_change(statistics: OutputStatistics, penalty: float) -> Tensor:
 
 
 def refit_output(
-    source: AttentionWeights, merged: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample]
+    source: AttentionWeights,
+    merged: AttentionWeights,
+    rope: RopeSpec,
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample] = (),
 ) -> tuple[Tensor, RidgeReport]:
     """Refit o_proj by ridge regression, penalty chosen on held-out samples.
 
@@ -87,7 +91,9 @@ def refit_output(
         source: the layer before the merge.
         merged: after it.
         rope: with frequencies.
-        samples: activations; every tenth is held out (the only one, if there is one).
+        samples: activations.
+        held_out: activations that choose the penalty; without any, every tenth of `samples` does (the
+            only one, if there is one).
 
     Returns:
         The o_proj that does best on held-out samples, shape (H, N, D) (the merged one where no refit
@@ -95,8 +101,10 @@ def refit_output(
     """
     work = torch.float64 if source.q.dtype == torch.float64 else torch.float32
     source, merged = source.to(work), merged.to(work)
-    held_out = samples[::HELD_OUT]
-    train = [sample for i, sample in enumerate(samples) if i % HELD_OUT] or held_out
+    train = samples
+    if not held_out:
+        held_out = samples[::HELD_OUT]
+        train = [sample for i, sample in enumerate(samples) if i % HELD_OUT] or held_out
     fit = output_statistics(source, merged, rope, train)
     check = output_statistics(source, merged, rope, held_out)
     best, chosen = torch.zeros_like(fit.missing), None

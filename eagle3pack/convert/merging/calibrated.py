@@ -1,0 +1,82 @@
+"""A merge that held-out activations judge: which grouping, how good, and how mean pooling compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eagle3pack.convert.merging.attention import AttentionWeights
+from eagle3pack.convert.merging.fidelity import Fidelity, Rest, compare, output_error
+from eagle3pack.convert.merging.merge import Merged, MergeOptions, merge
+from eagle3pack.convert.merging.metrics import Metric
+from eagle3pack.convert.merging.moments import Moments
+from eagle3pack.convert.merging.rotary import RopeSpec
+from eagle3pack.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A merge and what held-out activations say of it.
+
+    Attributes:
+        merged: the layer.
+        fidelity: beside its source.
+        mean_output_error: of mean pooling with the same groups.
+        output_errors: of every grouping that was tried.
+    """
+
+    merged: Merged
+    fidelity: Fidelity
+    mean_output_error: float
+    output_errors: Mapping[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            **self.fidelity.as_dict(),
+            "output_error_by_mean": self.mean_output_error,
+            "output_error_by_grouping": dict(self.output_errors),
+        }
+
+
+def merge_judged(
+    weights: AttentionWeights,
+    rope: RopeSpec,
+    options: MergeOptions,
+    metric: Metric,
+    moments: Moments,
+    *,
+    choose_grouping: bool = False,
+    rest: Rest | None = None,
+) -> Judged:
+    """Merge one layer and compare it with its source on held-out activations.
+
+    Args:
+        weights, rope, options, metric, moments: as `merge`; with frequencies and activations.
+        choose_grouping: try similar heads beside neighbours, and keep them only where they lose less.
+        rest: of the draft, for its logits.
+
+    Raises:
+        UsageError: the calibration holds no activations.
+    """
+    held_out = moments.held_out or moments.samples
+    if not held_out:
+        raise UsageError("it holds no activations", where="calibration")
+    tried = [options]
+    if choose_grouping:
+        tried = [replace(options, grouping="contiguous"), replace(options, grouping="similarity")]
+    best: Merged | None = None
+    errors: dict[str, float] = {}
+    for candidate in tried:
+        merged = merge(weights, rope, candidate, metric, moments)
+        name = merged.report.grouping
+        errors[name] = output_error(weights, merged.weights, rope, held_out)
+        if best is None or errors[name] < errors[best.report.grouping]:
+            best = merged
+    assert best is not None
+    groups = tuple(group.heads for group in best.report.result.groups)
+    pooled = replace(options, method="mean", refit_output="none", grouping=groups)
+    mean_error = output_error(weights, merge(weights, rope, pooled, metric).weights, rope, held_out)
+    fidelity = compare(weights, best.weights, rope, best.report.query_order, held_out, rest)
+    return Judged(best, fidelity, mean_error, errors)

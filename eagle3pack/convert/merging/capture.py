@@ -1,0 +1,222 @@
+"""Record what a draft's attention reads while it speculates on the target's own text.
+
+Every pass counts: attention drifts from the true states of step 0 to the fed-back ones of the steps
+after it (arXiv:2605.09992), and a refit that saw step 0 alone would serve the first token of a draft only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eagle3pack.convert.merging.attention import AttentionWeights, attention_logits
+from eagle3pack.convert.merging.calibration import Stretch
+from eagle3pack.convert.merging.moments import Sample
+from eagle3pack.convert.merging.rotary import RopeSpec
+from eagle3pack.engine.chat import Chat
+from eagle3pack.engine.draft_model import DraftModel
+from eagle3pack.engine.generation import DraftPass, Settings
+from eagle3pack.engine.prompts import Prompt
+from eagle3pack.engine.speculate import generate
+from eagle3pack.engine.target import Target
+
+HELD_OUT_EVERY = 10  # of the prompts, one in ten is kept from averages and refits
+LONGEST_STRETCH = 2048  # activations of one text: the attention over them is computed in one piece
+MOST_ACTIVATIONS = 65536  # 1.6 GB at hidden size 6144
+ENOUGH_PER_DIMENSION = 20  # activations a dimension of o_proj's input, after which the refit gains no more
+DISTANCE_QUERIES = 8192  # queries that attention is measured on by distance
+_BLOCK = 1024  # inputs a product of the second moment
+
+
+@dataclass(slots=True)
+class _Text:
+    """What was kept of one request."""
+
+    embeds: list[Tensor] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    count: int = 0
+
+
+class Recorder:
+    """Takes the passes of a draft (`generate(..., on_draft_pass=recorder)`).
+
+    Texts are told apart by conversation and turn. As passes come in the order of the text, no entry sees
+    one that comes after it, so that a text may be cut anywhere.
+
+    Args:
+        draft: with embeddings.
+        num_conversations: that will be answered.
+        most: activations to keep; beyond it, evenly spaced tens of conversations are dropped.
+    """
+
+    def __init__(self, draft: DraftModel, num_conversations: int, most: int) -> None:
+        self.num_moments = 0
+        self.by_step: list[int] = []
+        self._draft = draft
+        self._holds_out = num_conversations > 1
+        self._most = most
+        self._stride = 1
+        self._kept = 0
+        self._turn = 0
+        self._conversations: Sequence[int] = range(num_conversations)
+        self._texts: dict[tuple[int, int], _Text] = {}
+        width = 2 * draft.config.hidden_size
+        self._moment = torch.zeros(width, width, dtype=torch.float64)
+        self._sum = torch.zeros(width, dtype=torch.float64)
+        self._pending: list[Tensor] = []
+        self._num_pending = 0
+
+    def start(self, turn: int, conversations: Sequence[int]) -> None:
+        """Announce a run of `generate`: which turn it is, and the conversation of each of its prompts."""
+        self._turn, self._conversations = turn, conversations
+
+    def __call__(self, made: DraftPass) -> None:
+        """Record one pass."""
+        draft = self._draft
+        assert draft.embed_tokens is not None
+        x = draft.layers[0].attention_input(draft.embed_tokens(made.token_ids), made.hidden)  # type: ignore[operator]
+        self.by_step += [0] * (made.step + 1 - len(self.by_step))
+        for row, (request, width) in enumerate(zip(made.requests, made.widths, strict=True)):
+            conversation = self._conversations[request]
+            self.by_step[made.step] += width
+            inputs = x[row, :width]
+            if not self._is_held_out(conversation):
+                self._count(inputs.float().cpu())
+            if conversation // HELD_OUT_EVERY % self._stride == 0:
+                embeds = inputs[:, : draft.config.hidden_size]
+                self._keep(
+                    conversation, made.step, embeds, made.hidden[row, :width], made.positions[row, :width]
+                )
+
+    def _is_held_out(self, conversation: int) -> bool:
+        return self._holds_out and conversation % HELD_OUT_EVERY == 0
+
+    def _count(self, inputs: Tensor) -> None:
+        self._pending.append(inputs)
+        self._num_pending += len(inputs)
+        if self._num_pending >= _BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._num_pending:
+            x = torch.cat(self._pending)
+            self._moment += x.T @ x
+            self._sum += x.double().sum(0)
+            self.num_moments += len(x)
+        self._pending, self._num_pending = [], 0
+
+    def _keep(self, conversation: int, step: int, embeds: Tensor, hidden: Tensor, positions: Tensor) -> None:
+        text = self._texts.setdefault((conversation, self._turn), _Text())
+        room = min(LONGEST_STRETCH - text.count, len(embeds))
+        if room <= 0:
+            return
+        text.embeds.append(embeds[:room].to("cpu", torch.bfloat16, copy=True))
+        text.hidden.append(hidden[:room].to("cpu", torch.bfloat16, copy=True))
+        text.positions.append(positions[:room].to("cpu", torch.int32, copy=True))
+        text.steps.append(torch.full((room,), step, dtype=torch.int32))
+        text.count += room
+        self._kept += room
+        while (
+            self._kept > self._most and max(conversation for conversation, _ in self._texts) >= HELD_OUT_EVERY
+        ):
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        self._stride *= 2
+        for key in [key for key in self._texts if key[0] // HELD_OUT_EVERY % self._stride]:
+            self._kept -= self._texts.pop(key).count
+
+    def averages(self) -> tuple[Tensor, Tensor]:
+        """Second moment and mean of what was counted, float32."""
+        self._flush()
+        count = max(self.num_moments, 1)
+        return (self._moment / count).float(), (self._sum / count).float()
+
+    def stretches(self) -> tuple[Stretch, ...]:
+        """What was kept, in the order of conversations."""
+        return tuple(
+            Stretch(
+                torch.cat(text.embeds),
+                torch.cat(text.hidden),
+                torch.cat(text.positions),
+                torch.cat(text.steps),
+                self._is_held_out(conversation),
+            )
+            for (conversation, _), text in sorted(self._texts.items())
+        )
+
+
+def record_speculation(
+    target: Target,
+    draft: DraftModel,
+    chat: Chat,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    most: int,
+    on_tokens: Callable[[int], None],
+) -> Recorder:
+    """Let target and draft answer prompts, every turn of them, and record the draft's passes.
+
+    Args:
+        target: loaded.
+        draft: loaded for it; one decoder layer.
+        chat: the target's tokenizer.
+        prompts: at least one.
+        settings: greedy; limits and speculative tokens.
+        most: activations to keep.
+        on_tokens: called with the number of new tokens.
+
+    Raises:
+        UsageError, InputError: as `generate`.
+    """
+    recorder = Recorder(draft, len(prompts), most)
+    answers: list[list[str]] = [[] for _ in prompts]
+
+    for turn in range(max(len(prompt.turns) or 1 for prompt in prompts)):
+        going_on = [i for i, prompt in enumerate(prompts) if turn < (len(prompt.turns) or 1)]
+        recorder.start(turn, going_on)
+        asked = [
+            prompts[i].token_ids or chat.prompt(prompts[i].turns[: turn + 1], answers[i]) for i in going_on
+        ]
+        made = generate(target, asked, settings, draft=draft, on_tokens=on_tokens, on_draft_pass=recorder)
+        for i, output in zip(going_on, made.outputs, strict=True):
+            answers[i].append(chat.text(output))
+    return recorder
+
+
+def attention_by_distance(
+    weights: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample], most: int = DISTANCE_QUERIES
+) -> tuple[Tensor, int]:
+    """How much attention a layer pays to each distance, averaged over heads and queries.
+
+    Args:
+        weights: of the layer, float32.
+        rope: with frequencies.
+        samples: activations.
+        most: queries to look at.
+
+    Returns:
+        The mass by distance, float64, shape (longest distance + 1,), summing to one; and the queries.
+    """
+    mass = torch.zeros(1, dtype=torch.float64)
+    queries = 0
+    for sample in samples:
+        if queries >= most:
+            break
+        x = sample.x.to(weights.q.dtype)
+        logits = attention_logits(weights, rope, x, sample.positions)
+        visible = sample.visible
+        assert visible is not None
+        attention = logits.masked_fill(~visible, -torch.inf).softmax(-1).mean(0).double()
+        distances = (sample.positions[:, None] - sample.positions).clamp_min(0).long()
+        found = torch.bincount(distances.flatten(), weights=attention.flatten())
+        mass = torch.nn.functional.pad(mass, (0, max(len(found) - len(mass), 0)))
+        mass[: len(found)] += found
+        queries += len(x)
+    return mass / mass.sum() if queries else mass, queries

@@ -1,0 +1,223 @@
+"""`convert --calibrate-with` and `--calibration`: from prompts to a record, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3pack.convert import calibrate
+from eagle3pack.convert.merging.calibration import read_calibration, write_calibration
+from eagle3pack.documents import schema_problems
+from eagle3pack.errors import InputError, UsageError
+from tests.cli import Cli
+from tests.convert.merging.test_capture import write_target
+from tests.convert.test_command import convert, load, record
+from tests.tiny import native_config, write_draft
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}w3"
+NUM_PROMPTS = 11
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target with a tokenizer of 96 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.set_num_threads(1)
+    folder = write_target(tmp_path_factory.mktemp("target"))
+    words = {f"w{i}": i for i in range(96)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "words.jsonl"
+    lines = [{"turns": [f"w{5 + i} w17 w{40 + i}", "w8 w9"]} for i in range(NUM_PROMPTS)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_draft(tmp_path_factory.mktemp("draft") / "mha", dtype="F32")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "MAX_TOKENS", 24)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory, target: Path, prompts: Path, source: Path) -> Path:
+    """The folder of a converted draft, its calibration kept beside it."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "MAX_TOKENS", 24)
+        convert(
+            source,
+            folder / "gqa",
+            num_kv_heads=2,
+            method="als",
+            target=str(target),
+            calibrate_with=str(prompts),
+            save_calibration=folder / "c.safetensors",
+            grouping="auto",
+        )
+    return folder
+
+
+def test_the_record_tells_what_was_calibrated_with_and_held_out_errors(
+    calibrated: Path, target: Path, prompts: Path
+) -> None:
+    found = record(calibrated / "gqa")
+    assert schema_problems(found, "conversion") == []
+    parameters = found["method"]["parameters"]
+    assert parameters["metric"] == "calibration"
+    about = parameters["calibration"]
+    assert schema_problems(about, "calibration") == []
+    assert about["target"] == {"id": target.name} and about["prompts"][0]["num_prompts"] == NUM_PROMPTS
+    assert about["tokens"]["held_out"] > 0 and len(about["tokens"]["by_step"]) == 3
+    assert str(calibrated) not in json.dumps(found) and str(target) not in json.dumps(found)
+    (layer,) = found["layers"]
+    held_out, merging = layer["held_out"], layer["merging"]
+    assert merging["refit_output"] == "ridge" and merging["metric"] == "calibration"
+    assert held_out["output_error"] < held_out["output_error_by_mean"]
+    assert held_out["output_error"] == pytest.approx(merging["refit"]["error_after"], rel=1e-3)
+    by_grouping = held_out["output_error_by_grouping"]
+    assert set(by_grouping) == {"contiguous", "similarity"}
+    assert merging["grouping"] == min(by_grouping, key=by_grouping.__getitem__)
+    assert len(held_out["same_token"]) == 3 and held_out["logits_kl"] > 0
+
+
+def test_a_kept_calibration_gives_the_same_draft_elsewhere(
+    calibrated: Path, source: Path, tmp_path: Path
+) -> None:
+    file = calibrated / "c.safetensors"
+    assert (read_calibration(file).document) == record(calibrated / "gqa")["method"]["parameters"][
+        "calibration"
+    ]
+    convert(source, tmp_path / "one", num_kv_heads=2, method="als", calibration=file, grouping="auto")
+    before, after = load(calibrated / "gqa"), load(tmp_path / "one")
+    for name in before:
+        torch.testing.assert_close(after[name].float(), before[name].float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dry_run_says_how_the_result_does_on_held_out_activations(
+    calibrated: Path, source: Path, tmp_path: Path
+) -> None:
+    summary = convert(
+        source,
+        tmp_path / "gqa",
+        num_kv_heads=2,
+        method="svd",
+        calibration=calibrated / "c.safetensors",
+        dry_run=True,
+    )
+    assert 0 < summary.quality["output_error"] < summary.quality["output_error_by_mean"]
+    assert "held-out output error" in summary.as_text() and "same token at step 0" in summary.as_text()
+
+
+@pytest.mark.parametrize("refit", ["closed", "ridge"])
+def test_what_was_asked_for_wins_over_the_defaults(
+    calibrated: Path, source: Path, tmp_path: Path, refit: Any
+) -> None:
+    convert(
+        source,
+        tmp_path / "gqa",
+        num_kv_heads=2,
+        method="procrustes",
+        metric="norm",
+        refit_output=refit,
+        calibration=calibrated / "c.safetensors",
+    )
+    merging = record(tmp_path / "gqa")["layers"][0]["merging"]
+    assert (merging["metric"], merging["refit_output"]) == ("norm", refit)
+
+
+def test_a_calibration_of_other_weights_or_another_shape_is_refused(calibrated: Path, tmp_path: Path) -> None:
+    file = calibrated / "c.safetensors"
+    twin = write_draft(tmp_path / "twin", dtype="F32", seed=1)
+    with pytest.raises(InputError, match="another draft"):
+        convert(twin, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=file)
+    wide = write_draft(tmp_path / "wide", native_config(num_attention_heads=16, num_key_value_heads=16))
+    with pytest.raises(InputError, match="num_attention_heads is 8, this one has 16"):
+        convert(wide, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=file)
+    assert not (tmp_path / "gqa").exists()
+
+
+def test_other_names_and_layouts_do_not_make_another_draft(calibrated: Path, tmp_path: Path) -> None:
+    again = write_draft(tmp_path / "again", dtype="F32", prefix="layers.0.", shards=2)
+    convert(again, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=calibrated / "c.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "calibration"}, "--metric calibration: needs a calibration"),
+        ({"refit_output": "ridge"}, "--refit-output ridge: needs a calibration"),
+        ({"grouping": "auto"}, "--grouping auto: needs a calibration"),
+        ({"calibrate_with": "shipped"}, "needs the target's weights"),
+        ({"save_calibration": Path("c")}, "nothing is calibrated"),
+        ({"calibration": Path("c"), "calibrate_with": "shipped", "target": "x"}, "either a file or prompts"),
+        ({"calibrate_with": "shipped", "target": "x", "save_calibration": Path("no/c")}, "does not exist"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_is_read(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        convert(tmp_path / "nowhere", tmp_path / "gqa", num_kv_heads=2, method="als", **options)
+
+
+def test_pooling_copies_and_several_layers_have_no_use_for_it(calibrated: Path, tmp_path: Path) -> None:
+    file = calibrated / "c.safetensors"
+    source = write_draft(tmp_path / "mha")
+    with pytest.raises(UsageError, match="mean looks at no activations"):
+        convert(source, tmp_path / "gqa", num_kv_heads=2, calibration=file)
+    with pytest.raises(UsageError, match="already"):
+        convert(source, tmp_path / "gqa", num_kv_heads=8, method="als", calibration=file)
+    deep = write_draft(tmp_path / "deep", native_config(num_hidden_layers=2))
+    with pytest.raises(UsageError, match="what the first layer reads"):
+        convert(deep, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=file)
+
+
+def test_a_broken_file_is_one_clear_error_on_the_command_line(
+    cli: Cli, calibrated: Path, source: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "c.safetensors"
+    broken.write_bytes((calibrated / "c.safetensors").read_bytes()[:-7])
+    result = cli(
+        "convert", source, tmp_path / "gqa", "--num-kv-heads", "2", "--method", "als", "--calibration", broken
+    )
+    assert result.code == 3 and "truncated" in result.err and "Traceback" not in result.err
+
+
+def test_the_command_line_tells_how_many_tokens_there_are(
+    cli: Cli, calibrated: Path, source: Path, tmp_path: Path
+) -> None:
+    file = calibrated / "c.safetensors"
+    result = cli(
+        "convert", source, tmp_path / "gqa", "--num-kv-heads", "2", "--method", "als", "--calibration", file
+    )
+    assert result.code == 0, result.err
+    assert "kept for the refit of o_proj" in result.err and "held out" in result.err
+
+
+def test_without_activations_the_closed_form_is_what_can_be_had(
+    calibrated: Path, source: Path, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    bare = tmp_path / "bare.safetensors"
+    write_calibration(replace(read_calibration(calibrated / "c.safetensors"), stretches=()), bare)
+    with pytest.raises(UsageError, match="no activations"):
+        convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=bare)
