@@ -56,6 +56,18 @@ from eagle3pack.cli.options import ByteSize, FilePath, common_options
     metavar="FILE",
     help="Use what --save-calibration kept, on any machine.",
 )
+@click.option(
+    "--heal",
+    type=click.IntRange(1),
+    metavar="STEPS",
+    help="Then train the merged attention, and nothing else, to give SOURCE's output on the calibration.",
+)
+@click.option(
+    "--heal-state",
+    type=FilePath(),
+    metavar="FILE",
+    help="Keep there how far --heal came, and go on from there.",
+)
 @click.option("--canonical", is_flag=True, help="Write the portable config.json and tensor names.")
 @click.option(
     "--layout",
@@ -100,6 +112,7 @@ def convert(source: str, out: str, as_json: bool, **options: Any) -> None:
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --method als
       eagle3pack convert ./draft ./gqa --target ./target --method als --calibrate-with shipped
+      eagle3pack convert ./draft ./gqa --num-kv-heads 4 --method als --calibration FILE --heal 300
       eagle3pack convert hf:org/draft ./draft-gqa --target org/target --strip-shared
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --retrain-with torchspec ./retrain
     """

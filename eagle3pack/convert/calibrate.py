@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle3pack import __version__
-from eagle3pack.convert.plan import POOLING, Plan
+from eagle3pack.convert.plan import Plan
 from eagle3pack.convert.record import timestamp
 from eagle3pack.errors import UsageError
 from eagle3pack.sources import Location, Source, parse_location, resolve_source
@@ -98,7 +98,7 @@ def find_calibration(
     if not options.wanted:
         return None
     where = "--calibration" if options.file else "--calibrate-with"
-    if plan.request.method in POOLING:
+    if plan.request.only_pools:
         raise UsageError(
             f"{plan.request.method} looks at no activations", where=where, hint="Take --method als."
         )

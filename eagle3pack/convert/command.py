@@ -17,7 +17,6 @@ from eagle3pack.convert.examine import shared_with_target, target_names, vocabul
 from eagle3pack.convert.execute import copy_companions, prove, write_output
 from eagle3pack.convert.handoff.command import plan_hand_off, require_place, write_hand_off
 from eagle3pack.convert.plan import (
-    POOLING,
     ClosedForm,
     Examined,
     Layout,
@@ -59,6 +58,8 @@ class ConvertOptions:
     calibration: Path | None = None
     calibrate_with: str | None = None
     save_calibration: Path | None = None
+    heal: int | None = None
+    heal_state: Path | None = None
     canonical: bool = False
     layout: Layout = "keep"
     strip_shared: bool = False
@@ -118,6 +119,7 @@ def run_convert(
             options.refit_output,
             options.grouping,
             options.max_distance,
+            options.heal or 0,
         ),
         layout=options.layout,
         canonical=options.canonical,
@@ -142,7 +144,9 @@ def run_convert(
         ),
     )
     calibration = find_calibration(calibrated, plan, source, say=say, progress=progress)
-    computation = start_computation(plan, say, calibration)
+    computation = start_computation(
+        plan, say, calibration, trains=not options.dry_run, heal_state=options.heal_state
+    )
     if options.dry_run:
         return _try(summary, computation)
     document = None if calibration is None else calibration.document
@@ -159,13 +163,24 @@ def _calibration_options(options: ConvertOptions) -> CalibrationOptions:
         "--metric calibration": options.metric == "calibration",
         "--refit-output ridge": options.refit_output == "ridge",
         "--grouping auto": options.grouping == "auto",
+        "--heal": options.heal is not None,
     }
     for option, asked in asking.items():
         if asked and not found.wanted:
             raise UsageError(
                 "needs a calibration", where=option, hint="Give --calibration or --calibrate-with."
             )
+    _require_heal_state(options)
     return found
+
+
+def _require_heal_state(options: ConvertOptions) -> None:
+    if options.heal_state is None:
+        return
+    if options.heal is None:
+        raise UsageError("nothing is trained", where="--heal-state", hint="Give --heal.")
+    if not options.heal_state.parent.is_dir():
+        raise UsageError(f"the folder {options.heal_state.parent} does not exist", where="--heal-state")
 
 
 def _config_path(folder: Path, given: str | None) -> Path:
@@ -217,7 +232,7 @@ def _examine(
 def _try(summary: Summary, computation: Computation) -> Summary:
     """A dry run: closed-form methods are carried out, so that the summary tells what they would keep."""
     plan = summary.plan
-    if plan.request.method in POOLING or not plan.computed:
+    if plan.request.only_pools or not plan.computed:
         return summary
     for planned in (tensor for file in plan.files for tensor in file.tensors if tensor.name in plan.computed):
         for _ in computation.compute(planned):
@@ -281,7 +296,7 @@ def _previous_record(folder: Path) -> Mapping[str, Any] | None:
 
 def _warnings(plan: Plan, target: TargetSpec | None) -> Iterator[str]:
     if plan.computed:
-        yield POOLED_WARNING if plan.request.method in POOLING else MERGED_WARNING
+        yield POOLED_WARNING if plan.request.only_pools else MERGED_WARNING
     if plan.unknown:
         yield f"not tensors of an EAGLE3 draft, kept as they are: {', '.join(plan.unknown)}"
     if target is None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.checkpoint.reading import read_part
 from eagle3pack.checkpoint.writer import PlannedTensor
-from eagle3pack.convert.plan import POOLING, Plan
+from eagle3pack.convert.plan import Plan
 from eagle3pack.convert.pooling import GroupError, PoolMethod, pool_heads
 from eagle3pack.errors import InputError
 
@@ -135,11 +136,24 @@ def _reader(entry: TensorEntry) -> Callable[[int, int], memoryview]:
 
 
 def start_computation(
-    plan: Plan, say: Callable[[str], None], calibration: Calibration | None = None
+    plan: Plan,
+    say: Callable[[str], None],
+    calibration: Calibration | None = None,
+    *,
+    trains: bool = False,
+    heal_state: Path | None = None,
 ) -> Computation:
-    """The computation that a plan asks for; only the closed-form methods import torch."""
-    if plan.request.method in POOLING or not plan.computed:
+    """The computation that a plan asks for; only the closed-form methods and healing import torch.
+
+    Args:
+        plan: what to compute.
+        say: for messages.
+        calibration: of this draft.
+        trains: heal, if the plan says so; a dry run does not.
+        heal_state: where healing keeps how far it came.
+    """
+    if plan.request.only_pools or not plan.computed:
         return Pooling(plan)
     from eagle3pack.convert.merging.compute import Merging
 
-    return Merging(plan, say, calibration)
+    return Merging(plan, say, calibration, trains, heal_state)

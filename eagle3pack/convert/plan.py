@@ -39,12 +39,14 @@ class ClosedForm:
         grouping: contiguous, similarity, auto (what held-out activations prefer), or the name of a JSON
             file with the groups.
         max_distance: positions over which als compares logits; None takes the draft's, at most 32768.
+        heal_steps: of training after the merge, on the activations of a calibration; any method has them.
     """
 
     metric: MetricName = "identity"
     refit_output: RefitName | None = None
     grouping: str = "contiguous"
     max_distance: int | None = None
+    heal_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,11 @@ class Request:
     layout: Layout = "keep"
     canonical: bool = False
     shard_bytes: int = 5_000_000_000
+
+    @property
+    def only_pools(self) -> bool:
+        """Keys and values are pooled, streaming, and nothing else changes."""
+        return self.method in POOLING and not self.closed_form.heal_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +224,7 @@ def _changing(config: DraftConfig, names: Mapping[str, str], request: Request) -
     """Logical names of the tensors whose values the method makes anew."""
     if request.num_key_value_heads == config.num_key_value_heads:
         return set()
-    parts = KEYS_AND_VALUES if request.method in POOLING else KEYS_AND_VALUES + QUERIES_AND_OUTPUT
+    parts = KEYS_AND_VALUES if request.only_pools else KEYS_AND_VALUES + QUERIES_AND_OUTPUT
     return set(attention_names(config, names, parts))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from eagle3pack import __version__
 from eagle3pack.checkpoint.digest import draft_digest
 from eagle3pack.convert.compute import Computation
-from eagle3pack.convert.plan import POOLING, Plan
+from eagle3pack.convert.plan import Plan
 from eagle3pack.errors import UsageError
 from eagle3pack.sources import Source
 
@@ -120,7 +120,7 @@ def build_record(
 
 def _parameters(plan: Plan, calibration: Mapping[str, Any] | None) -> dict[str, Any]:
     """Settings of a closed-form method; pooling has none. Paths of files stay out of the record."""
-    if not plan.computed or plan.request.method in POOLING:
+    if not plan.computed or plan.request.only_pools:
         return {}
     parameters = asdict(plan.request.closed_form)
     if parameters["grouping"] not in ("contiguous", "similarity", "auto"):

@@ -23,6 +23,7 @@ _LABELS = {
     "v_relative_error": "relative error, values",
     "k_kept_energy": "kept of the logits",
     "v_kept_energy": "kept of the outputs",
+    "output_error_before_healing": "output error unhealed",
     "output_error": "held-out output error",
     "attention_kl": "held-out attention KL",
     "logits_kl": "held-out logits KL",
@@ -145,6 +146,8 @@ class Summary:
         value = self.quality[name]
         if name == "output_error":
             return f"{value:.3f} (mean pooling: {self.quality['output_error_by_mean']:.3f}; 0 is exact)"
+        if name == "output_error_before_healing":
+            return f"{value:.3f}, before {self.plan.request.closed_form.heal_steps} steps of training"
         if name.endswith("_kl"):
             return f"{value:.3f} nats{self._same_tokens() if name == 'logits_kl' else ''}"
         if not name.endswith("_kept_energy"):

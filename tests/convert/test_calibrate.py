@@ -221,3 +221,68 @@ def test_without_activations_the_closed_form_is_what_can_be_had(
     write_calibration(replace(read_calibration(calibrated / "c.safetensors"), stretches=()), bare)
     with pytest.raises(UsageError, match="no activations"):
         convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=bare)
+
+
+@pytest.mark.parametrize("method", ["mean", "als"])
+def test_healing_lowers_the_held_out_error_and_says_by_how_much(
+    cli: Cli, calibrated: Path, source: Path, tmp_path: Path, method: str
+) -> None:
+    options = ("--num-kv-heads", "2", "--method", method, "--calibration", calibrated / "c.safetensors")
+    state, out = tmp_path / "heal.pt", tmp_path / "gqa"
+    healing = (*options, "--heal", "6", "--heal-state", state)
+    result = cli("convert", source, out, *healing)
+    assert result.code == 0, result.err
+    assert "healing: step 6 of 6, held-out error" in result.err and "output error unhealed" in result.err
+    found = record(out)
+    assert schema_problems(found, "conversion") == []
+    assert found["method"] == {"name": method, "parameters": found["method"]["parameters"]}
+    assert found["method"]["parameters"]["heal_steps"] == 6
+    assert {name.split(".")[2] for name in found["changed_tensors"]} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
+    (layer,) = found["layers"]
+    healed, held_out = layer["heal"], layer["held_out"]
+    assert healed["best_step"] > 0 and healed["error_after"] < healed["error_before"]
+    assert held_out["output_error"] == pytest.approx(healed["error_after"], rel=1e-3)
+
+    again = cli("convert", source, tmp_path / "again", *healing)
+    assert again.code == 0 and "going on after step 6" in again.err
+    before, after = load(out), load(tmp_path / "again")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    other = cli("convert", source, tmp_path / "other", *options, "--heal", "7", "--heal-state", state)
+    assert other.code == 3 and "belongs to another run" in other.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_dry_run_does_not_train(calibrated: Path, source: Path, tmp_path: Path) -> None:
+    state = tmp_path / "heal.pt"
+    summary = convert(
+        source,
+        tmp_path / "gqa",
+        num_kv_heads=2,
+        method="als",
+        calibration=calibrated / "c.safetensors",
+        heal=6,
+        heal_state=state,
+        dry_run=True,
+    )
+    assert "output_error_before_healing" not in summary.quality and not state.exists()
+    assert any("a dry run does not train" in warning for warning in summary.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heal": 5}, "--heal: needs a calibration"),
+        ({"heal_state": Path("c")}, "--heal-state: nothing is trained"),
+        ({"heal": 5, "calibration": Path("c"), "heal_state": Path("no/c")}, "does not exist"),
+    ],
+)
+def test_healing_that_cannot_be_is_refused_before_anything_is_read(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        convert(tmp_path / "nowhere", tmp_path / "gqa", num_kv_heads=2, **options)

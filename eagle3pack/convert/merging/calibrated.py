@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,7 @@ def merge_judged(
     moments: Moments,
     *,
     choose_grouping: bool = False,
+    train: Callable[[AttentionWeights], AttentionWeights] | None = None,
     rest: Rest | None = None,
 ) -> Judged:
     """Merge one layer and compare it with its source on held-out activations.
@@ -55,6 +56,7 @@ def merge_judged(
     Args:
         weights, rope, options, metric, moments: as `merge`; with frequencies and activations.
         choose_grouping: try similar heads beside neighbours, and keep them only where they lose less.
+        train: makes better weights of the merged ones.
         rest: of the draft, for its logits.
 
     Raises:
@@ -75,6 +77,8 @@ def merge_judged(
         if best is None or errors[name] < errors[best.report.grouping]:
             best = merged
     assert best is not None
+    if train is not None:
+        best = replace(best, weights=train(best.weights))
     groups = tuple(group.heads for group in best.report.result.groups)
     pooled = replace(options, method="mean", refit_output="none", grouping=groups)
     mean_error = output_error(weights, merge(weights, rope, pooled, metric).weights, rope, held_out)

@@ -15,11 +15,13 @@ from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.checkpoint.reading import read_tensor
 from eagle3pack.checkpoint.writer import PlannedTensor
 from eagle3pack.convert.compute import LayerResult
-from eagle3pack.convert.merging.attention import from_matrices, to_matrices
+from eagle3pack.convert.merging.attention import AttentionWeights, from_matrices, to_matrices
 from eagle3pack.convert.merging.calibrated import Judged, merge_judged
 from eagle3pack.convert.merging.calibration import Calibration
 from eagle3pack.convert.merging.fidelity import Rest
 from eagle3pack.convert.merging.grouping import Groups
+from eagle3pack.convert.merging.heal import Healed, HealOptions, HealProgress, HealReport, heal
+from eagle3pack.convert.merging.heal_state import read_state, write_state
 from eagle3pack.convert.merging.merge import MergeOptions, Refit, merge
 from eagle3pack.convert.merging.metrics import IDENTITY, Metric, embedding_metric, norm_metric
 from eagle3pack.convert.merging.moments import Moments
@@ -36,20 +38,25 @@ LONGEST_DISTANCE = 32768  # als weighs distances by 1/(1 + distance); beyond thi
 
 @dataclass
 class Merging:
-    """`procrustes`, `svd` and `als`.
+    """`procrustes`, `svd` and `als`, and every method that is healed.
 
     Attributes:
         plan: what is converted.
-        say: told which layer is being merged.
+        say: told which layer is being merged, and how healing comes along.
         calibration: of this draft, or None.
+        trains: heal, if the plan says so.
+        heal_state: the file that keeps how far healing came, or None.
     """
 
     plan: Plan
     say: Callable[[str], None]
     calibration: Calibration | None = None
+    trains: bool = False
+    heal_state: Path | None = None
     _made: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _reports: dict[int, MergeReport] = field(default_factory=dict)
     _judged: dict[int, Judged] = field(default_factory=dict)
+    _healed: dict[int, HealReport] = field(default_factory=dict)
 
     def compute(self, planned: PlannedTensor) -> Iterator[memoryview]:
         """Give one tensor of a layer, merging the layer when its first one is asked for.
@@ -80,6 +87,8 @@ class Merging:
         weights = from_matrices(attention_tensors(self.plan, layer), config.head_dim)
         metric = self._metric(layer, moments)
         if moments is None or spec.frequencies is None:
+            if request.closed_form.heal_steps:
+                raise UsageError(f"it runs the attention, and {spec.unknown}", where="--heal")
             merged = merge(weights, spec, options, metric, moments)
         else:
             judged = merge_judged(
@@ -89,12 +98,64 @@ class Merging:
                 metric,
                 moments,
                 choose_grouping=chosen == "auto",
+                train=self._trainer(layer, weights, spec, moments),
                 rest=self._rest(),
             )
             merged, self._judged[layer] = judged.merged, judged
         self._reports[layer] = merged.report
         for part, matrix in to_matrices(merged.weights).items():
             self._made[layer, part] = matrix
+
+    def _trainer(
+        self, layer: int, source: AttentionWeights, spec: RopeSpec, moments: Moments
+    ) -> Callable[[AttentionWeights], AttentionWeights] | None:
+        """What heals a merged layer; None where that is not asked for."""
+        steps = self.plan.request.closed_form.heal_steps
+        if not steps or not self.trains:
+            return None
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        options = HealOptions(steps, norm_eps=self.plan.before.rms_norm_eps, device=device)
+
+        def train(start: AttentionWeights) -> AttentionWeights:
+            healed = self._heal(source, start, spec, moments, options)
+            self._healed[layer] = healed.report
+            return healed.weights
+
+        return train
+
+    def _heal(
+        self,
+        source: AttentionWeights,
+        start: AttentionWeights,
+        spec: RopeSpec,
+        moments: Moments,
+        options: HealOptions,
+    ) -> Healed:
+        path = self.heal_state
+        resumed = None if path is None else read_state(path)
+        self.say(
+            f"healing on {options.device}: {options.steps} steps"
+            + (f", going on after step {resumed.step}" if resumed else "")
+        )
+
+        def on_step(at: HealProgress) -> None:
+            if at.step % options.interval() == 0 or at.step == at.steps:
+                self.say(
+                    f"healing: step {at.step} of {at.steps}, held-out error {at.best_error:.4f}, "
+                    f"{at.tokens_per_second:,.0f} tokens/s"
+                )
+
+        return heal(
+            source,
+            start,
+            spec,
+            moments.samples,
+            options,
+            moments.held_out,
+            on_step=on_step,
+            on_state=lambda state: None if path is None else write_state(path, state),
+            resumed=resumed,
+        )
 
     def _moments(self) -> Moments | None:
         if self.calibration is None:
@@ -154,11 +215,24 @@ class Merging:
                 layer,
                 tuple(group.heads for group in report.result.groups),
                 {"merging": report.as_dict()}
-                | ({"held_out": self._judged[layer].as_dict()} if layer in self._judged else {}),
-                report.notes,
+                | ({"held_out": self._judged[layer].as_dict()} if layer in self._judged else {})
+                | ({"heal": self._healed[layer].as_dict()} if layer in self._healed else {}),
+                (*report.notes, *self._heal_notes(layer)),
             )
             for layer, report in sorted(self._reports.items())
         ]
+
+    def _heal_notes(self, layer: int) -> list[str]:
+        report = self._healed.get(layer)
+        if report is None:
+            steps = self.plan.request.closed_form.heal_steps
+            return ["not healed: a dry run does not train"] if steps else []
+        notes = []
+        if report.stopped_at is not None:
+            notes.append(f"healing overflowed in step {report.stopped_at}; the best weights before it stay")
+        if report.best_step == 0:
+            notes.append("healing found nothing better on held-out activations; the merged weights stay")
+        return notes
 
     def quality(self) -> dict[str, float]:
         """Kept energy of keys and values, and what `mean` keeps of the same groups; mean over layers."""
@@ -184,6 +258,8 @@ class Merging:
             "output_error_by_mean": judged.mean_output_error,
             "attention_kl": found.attention_kl,
         }
+        for report in self._healed.values():
+            quality["output_error_before_healing"] = report.error_before
         if found.logits_kl is not None and found.same_token is not None:
             quality["logits_kl"] = found.logits_kl
             quality |= {f"same_token_at_step_{i}": share for i, share in enumerate(found.same_token)}
