@@ -109,6 +109,8 @@ def run_convert(
     config_path = _config_path(source.folder, options.draft_config)
     config = parse_draft_config(read_json_object(config_path), where=str(config_path))
     checkpoint = open_checkpoint(source.folder, pickles=True)
+    if options.calibrate_with:
+        _require_safetensors(checkpoint, config)
     request = Request(
         num_key_value_heads=choose_key_value_heads(
             config, options.num_kv_heads, target.num_key_value_heads if target else None
@@ -181,6 +183,17 @@ def _require_heal_state(options: ConvertOptions) -> None:
         raise UsageError("nothing is trained", where="--heal-state", hint="Give --heal.")
     if not options.heal_state.parent.is_dir():
         raise UsageError(f"the folder {options.heal_state.parent} does not exist", where="--heal-state")
+
+
+def _require_safetensors(checkpoint: Checkpoint, config: DraftConfig) -> None:
+    """Refuse to calibrate with a draft that the engine cannot load, before the target answers anything."""
+    if any(header.data_start == 0 for header in checkpoint.headers):
+        raise UsageError(
+            "runs the draft, which must be in safetensors for that",
+            where="--calibrate-with",
+            hint=f"Convert it with --num-kv-heads {config.num_key_value_heads} first, which keeps its heads, "
+            "and then convert the result.",
+        )
 
 
 def _config_path(folder: Path, given: str | None) -> Path:

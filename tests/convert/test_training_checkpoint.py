@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from eagle3pack.checkpoint.digest import draft_files
-from eagle3pack.errors import InputError
+from eagle3pack.errors import InputError, UsageError
 from tests.checkpoint.distributed_samples import save_model
 from tests.cli import Cli
-from tests.convert.handoff.samples import hand_over
+from tests.convert.handoff.samples import hand_over, write_target
 from tests.convert.test_command import convert, load, record
 from tests.tiny import native_config, write_draft
 
@@ -75,6 +75,17 @@ def test_the_folder_of_the_run_is_refused_with_the_iteration_to_give(cli: Cli, t
     )
     assert result.code == InputError.exit_code
     assert str(iteration) in result.err
+
+
+def test_a_calibration_asks_for_an_export_before_the_target_answers(cli: Cli, tmp_path: Path) -> None:
+    exported, iteration = train(tmp_path)
+    result = cli(
+        *("convert", iteration, tmp_path / "gqa", "--num-kv-heads", 2, "--method", "als"),
+        *("--draft-config", exported / "config.json", "--calibrate-with", "shipped"),
+        *("--target", write_target(tmp_path / "target")),
+    )
+    assert result.code == UsageError.exit_code
+    assert "--num-kv-heads 8 first" in result.err
 
 
 def test_what_is_handed_to_torchspec_reads_back_as_the_draft(tmp_path: Path) -> None:
