@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import write_draft
+
 PACKAGE = Path(__file__).parent.parent / "eagle3pack"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__main__.py")
 
@@ -88,10 +90,33 @@ def test_heavy_libraries_are_imported_where_they_are_used(path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["convert", "--help"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom eagle3pack.cli import main\nsys.argv[1:] = sys.argv[1:]\n"
+        "import sys\nfrom eagle3pack.cli import main\n"
         "try:\n    main()\nexcept SystemExit as exit_:\n    assert not exit_.code, exit_.code\n"
         "print('LOADED', *sorted({name.split('.')[0] for name in sys.modules}))"
     )
     run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     loaded = set(run.stdout.rsplit("LOADED", 1)[1].split())
     assert not loaded & (HEAVY | {"numpy", "safetensors", "yaml", "jinja2", "httpx", "requests"})
+
+
+def test_pooling_a_draft_imports_neither_torch_nor_a_hub_client(tmp_path: Path) -> None:
+    source = write_draft(tmp_path / "mha")
+    code = (
+        "import sys\nfrom eagle3pack.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as exit_:\n    assert not exit_.code, exit_.code\n"
+        "print('LOADED', *sorted({name.split('.')[0] for name in sys.modules}))"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "convert",
+        str(source),
+        str(tmp_path / "gqa"),
+        "--num-kv-heads",
+        "2",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.rsplit("LOADED", 1)[1].split())
+    assert "numpy" in loaded
+    assert not loaded & (HEAVY | {"safetensors", "yaml", "jinja2", "httpx", "requests"})
