@@ -64,8 +64,8 @@ def save_distributed(
     for key in reversed(outer):
         state = {key: state}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is: that is what we want
-        save(state, storage_writer=Writer(folder), planner=Planner(), no_dist=True)
+        warnings.filterwarnings("ignore", "torch.distributed is")  # uninitialised: that is what we want
+        save(state, storage_writer=Writer(folder), planner=Planner())
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
