@@ -1,0 +1,431 @@
+#!/usr/bin/env python3
+"""How much of a draft each way of merging its heads keeps, on text that nothing was calibrated on.
+
+    python benchmarks/fidelity.py --target TARGET [--draft DRAFT] [--heads 4 1] [--prompts FILE] [--all]
+
+The target answers the prompts once, with the source draft, in the reference engine. As greedy text is the
+target's own whatever the draft, every converted draft is then replayed on that text: same states of the
+target, same rounds, the converted draft's own proposals and its own cache. That costs a thirtieth of
+running the engine again for each, and the source's replay is held against the engine's own counters.
+
+Prompts default to MT-Bench where EAGLE3PACK_MT_BENCH names its file, calibrated on the prompts that come
+with this package; without it, to the second half of these, calibrated on the first. --all tries every
+method, metric, grouping and refit. Writes fidelity.md, fidelity.json and fidelity.svg into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3pack.convert import calibrate
+from eagle3pack.convert.command import ConvertOptions, run_convert
+from eagle3pack.convert.merging.attention import AttentionWeights, attention_forward, from_matrices
+from eagle3pack.convert.merging.calibration import Calibration, read_calibration, visibility
+from eagle3pack.convert.merging.capture import Recorder
+from eagle3pack.convert.merging.fidelity import Rest, compare
+from eagle3pack.convert.merging.merge import Merged, MergeOptions, merge
+from eagle3pack.convert.merging.metrics import IDENTITY, Metric, embedding_metric, norm_metric
+from eagle3pack.convert.merging.moments import Moments
+from eagle3pack.convert.merging.rotary import RopeSpec, rope_spec
+from eagle3pack.engine.chat import load_chat
+from eagle3pack.engine.counters import Counters, mean_accepted_length, per_position_accept_rate, total
+from eagle3pack.engine.draft_model import DraftLayer, DraftModel
+from eagle3pack.engine.generation import DraftPass, Settings
+from eagle3pack.engine.loading import load_draft
+from eagle3pack.engine.prompts import Prompt, read_prompts, shipped_prompts
+from eagle3pack.engine.speculate import generate
+from eagle3pack.engine.target import load_target
+from eagle3pack.errors import Eagle3PackError
+from eagle3pack.verify.smoke.statistics import retention_interval
+
+QUICKSTART_DRAFT = Path(__file__).parents[1] / "examples" / "quickstart" / "draft"
+K = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of merging."""
+
+    method: str
+    metric: str = "identity"
+    grouping: str = "contiguous"
+    refit: str = "own"
+
+    def __str__(self) -> str:
+        parts = [self.method]
+        parts += [self.metric] if self.metric != "identity" else []
+        parts += [self.grouping] if self.grouping != "contiguous" else []
+        parts += [self.refit] if self.refit != "own" else []
+        return ", ".join(parts)
+
+
+DEFAULT_WAYS = (
+    Way("mean"),
+    Way("mean", "calibration", refit="ridge"),
+    Way("procrustes"),
+    Way("svd"),
+    Way("als"),
+    Way("als", "norm"),
+    Way("als", "calibration", refit="closed"),
+    Way("als", refit="ridge"),
+    Way("als", "calibration", refit="ridge"),
+    Way("als", "calibration", "similarity", "ridge"),
+)
+
+
+def all_ways() -> Iterator[Way]:
+    """Everything that is not the same as something else."""
+    yield Way("mean")
+    yield Way("first")
+    for refit, grouping in itertools.product(("closed", "ridge"), ("contiguous", "similarity")):
+        yield Way("mean", "calibration", grouping, refit)
+    metrics = ("identity", "norm", "embedding", "calibration")
+    for method, metric, grouping in itertools.product(
+        ("procrustes", "svd", "als"), metrics, ("contiguous", "similarity")
+    ):
+        yield Way(method, metric, grouping, "own" if method != "procrustes" else "none")
+        yield Way(method, metric, grouping, "ridge")
+
+
+@dataclass
+class Text:
+    """What the draft read of one answered prompt at step 0, position by position."""
+
+    prompt_tokens: int
+    token_ids: Tensor  # (T,), the token that follows each position
+    hidden: Tensor  # (T, H), float32
+
+
+class Texts:
+    """Keeps step 0 of every request, and hands all passes on to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, made: DraftPass) -> None:
+        self.recorder(made)
+        if made.step:
+            return
+        for row, (request, width) in enumerate(zip(made.requests, made.widths, strict=True)):
+            part = made.token_ids[row, :width].clone(), made.hidden[row, :width].float()
+            self._parts.setdefault(request, []).append(part)
+
+    def finish(self, prompts: Sequence[Sequence[int]]) -> list[Text]:
+        return [
+            Text(len(prompt), *(torch.cat([part[i] for part in self._parts[index]]) for i in (0, 1)))
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+class Replay:
+    """A draft with another attention layer, speculating on texts that are known.
+
+    Args:
+        draft: the source, float32, with embeddings and head.
+        rope: of its attention.
+    """
+
+    def __init__(self, draft: DraftModel, rope: RopeSpec) -> None:
+        self.draft, self.rope = draft, rope
+        layer = draft.layers[0]
+        assert isinstance(layer, DraftLayer)
+        self.layer = layer
+
+    def counters(self, attention: AttentionWeights, text: Text) -> Counters:
+        """Rounds whose k proposals all lie within the text."""
+        proposals = self._proposals(attention, text)
+        truth = torch.cat([text.token_ids, torch.full((K,), -1)])
+        first = text.prompt_tokens - 1
+        accepted_per_position, drafts, anchor = [0] * K, 0, first
+        while anchor + K < len(text.token_ids):
+            equal = proposals[anchor - first] == truth[anchor + 1 : anchor + 1 + K]
+            accepted = int(equal.int().cumprod(0).sum())
+            drafts += 1
+            for position in range(accepted):
+                accepted_per_position[position] += 1
+            anchor += accepted + 1
+        accepted_tokens = sum(accepted_per_position)
+        return Counters(
+            drafts, drafts * K, accepted_tokens, tuple(accepted_per_position), drafts + accepted_tokens
+        )
+
+    def _proposals(self, attention: AttentionWeights, text: Text) -> Tensor:
+        """What is proposed after every position from the last of the prompt on, (anchors, k)."""
+        first, length = text.prompt_tokens - 1, len(text.token_ids)
+        anchors = torch.arange(first, length)
+        positions, steps = torch.arange(length), torch.zeros(length, dtype=torch.long)
+        inputs, residual = self._inputs(text.token_ids, text.hidden)
+        proposed: list[Tensor] = []
+        for step in range(K):
+            y = attention_forward(attention, self.rope, inputs, positions, visibility(positions, steps))
+            hidden = residual[-len(anchors) :] + y[-len(anchors) :]
+            hidden = hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
+            normed = self.draft.norm(hidden)
+            proposed.append(self.draft.greedy(normed))
+            feedback = normed if self.draft.config.norm_output else hidden
+            more, more_residual = self._inputs(proposed[-1], feedback)
+            inputs, residual = torch.cat([inputs, more]), torch.cat([residual, more_residual])
+            positions = torch.cat([positions, anchors + step + 1])
+            steps = torch.cat([steps, torch.full_like(anchors, step + 1)])
+        return torch.stack(proposed, dim=1)
+
+    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.draft.embed_tokens is not None
+        x = self.layer.attention_input(self.draft.embed_tokens(token_ids), hidden)
+        return x, x[:, hidden.shape[1] :] if self.layer.norm_before_residual else hidden
+
+
+class Merger:
+    """Merges the source's attention in every way."""
+
+    def __init__(self, draft: DraftModel, moments: Moments, rope: RopeSpec) -> None:
+        config = draft.config
+        state = draft.state_dict()
+        prefix = "layers.0.self_attn."
+        matrices = {n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)}
+        self.weights = from_matrices(matrices, config.head_dim)
+        self.rope, self.moments = rope, moments
+        norms = [state["layers.0.input_layernorm.weight"], state["layers.0.hidden_norm.weight"]]
+        self._metrics: dict[str, Metric] = {
+            "identity": IDENTITY,
+            "norm": norm_metric(*norms),
+            "calibration": moments.metric(),
+        }
+        self._embedding = (state["embed_tokens.weight"], *norms), state.get("fc.weight"), config.rms_norm_eps
+        self._max_distance = min(config.max_position_embeddings or 32768, 32768)
+
+    def merged(self, way: Way, count: int) -> Merged:
+        if way.metric == "embedding" and "embedding" not in self._metrics:
+            tensors, fc, eps = self._embedding
+            self._metrics["embedding"] = embedding_metric(*tensors, fc=fc, eps=eps)
+        options = MergeOptions(
+            count,
+            way.method,  # type: ignore[arg-type]
+            None if way.refit == "own" else way.refit,  # type: ignore[arg-type]
+            way.grouping,  # type: ignore[arg-type]
+            self._max_distance,
+        )
+        moments = self.moments
+        if way.metric != "calibration":  # a ridge alone: measured distances belong to the metric
+            moments = replace(moments, distance_mass=None)
+        return merge(self.weights, self.rope, options, self._metrics[way.metric], moments)
+
+
+def rest_of(draft: DraftModel) -> Rest:
+    """What follows the attention."""
+    state = draft.state_dict()
+    names = ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    norm, gate, up, down = (state[f"layers.0.{name}.weight"] for name in names)
+    last, head = state["norm.weight"], state["lm_head.weight"]
+    return Rest(norm, gate, up, down, last, head, draft.config.rms_norm_eps)
+
+
+def chosen_prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], str, str]:
+    """Prompts to measure on with their name, and what to calibrate with."""
+    path = arguments.prompts or os.environ.get("EAGLE3PACK_MT_BENCH")
+    if path:
+        found = read_prompts(Path(path)).select(limit=arguments.limit)
+        return list(found.prompts), f"first turns of {len(found.prompts)} prompts of {found.name}", "shipped"
+    shipped = shipped_prompts().prompts
+    half = arguments.out / "first-half.jsonl"
+    half.write_text("\n".join(json.dumps({"turns": prompt.turns}) for prompt in shipped[::2]))
+    rest = list(shipped[1::2])[: arguments.limit]
+    return rest, f"every second prompt that comes with this package ({len(rest)})", str(half)
+
+
+@contextmanager
+def no_progress(label: str, total: int, *, unit: str = "B") -> Iterator[Any]:
+    """Nothing is drawn."""
+    yield lambda count: None
+
+
+def find_calibration(arguments: argparse.Namespace, prompts: str) -> Calibration:
+    """Read it, or make it as `eagle3pack convert` does."""
+    path = arguments.calibration or arguments.out / "calibration.safetensors"
+    if not path.exists():
+        calibrate.MAX_TOKENS = arguments.calibration_tokens
+        options = ConvertOptions(
+            num_kv_heads=1,
+            target=str(arguments.target),
+            method="svd",
+            calibrate_with=prompts,
+            save_calibration=path,
+            dry_run=True,
+        )
+        run_convert(
+            str(arguments.draft), str(arguments.out / "none"), options, say=note, progress=no_progress
+        )
+    return read_calibration(path)
+
+
+def note(text: str) -> None:
+    """Tell what happens, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, default=QUICKSTART_DRAFT)
+    parser.add_argument("--heads", type=int, nargs="+", default=[8, 4, 2, 1])
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--calibration-tokens", type=int, default=calibrate.MAX_TOKENS, help="an answer")
+    parser.add_argument("--dtype", default="bfloat16", help="of target and draft in the engine")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("out/fidelity"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    prompts, prompts_name, to_calibrate = chosen_prompts(arguments)
+    calibration = find_calibration(arguments, to_calibrate)
+
+    target = load_target(arguments.target, dtype=getattr(torch, arguments.dtype))
+    chat = load_chat(arguments.target)
+    draft = load_draft(arguments.draft, target=target)
+    asked = [prompt.token_ids or chat.prompt(prompt.turns[:1]) for prompt in prompts]
+    texts = Texts(Recorder(draft, 1, 10**9))
+    note(f"the target answers {len(asked)} prompts")
+    texts.recorder.start(0, range(len(asked)))
+    settings = Settings(arguments.max_tokens, K, batch_size=16, stop_ids=chat.stop_ids)
+    made = generate(target, asked, settings, draft=draft, on_draft_pass=texts)
+    known = texts.finish(asked)
+
+    exact = load_draft(arguments.draft, target=target).float()
+    config = exact.config
+    rope = rope_spec(config.rope, config.head_dim, config.max_position_embeddings)
+    norm = exact.state_dict()["layers.0.hidden_norm.weight"]
+    moments = calibration.moments(norm, config.rms_norm_eps, norm_before_residual=config.norm_before_residual)
+    heard = replace(calibration, stretches=texts.recorder.stretches())
+    fresh = heard.moments(norm, config.rms_norm_eps, norm_before_residual=config.norm_before_residual).samples
+    merger, replayed, rest = Merger(exact, moments, rope), Replay(exact, rope), rest_of(exact)
+    with torch.inference_mode():
+        source = [replayed.counters(merger.weights, text) for text in known]
+        rows = [row("source draft", config.num_key_value_heads, None, source, source)]
+        note(f"engine {mean_accepted_length(total(made.counters)):.4f}, replay {rows[0]['length']:.4f}")
+        for count, way in itertools.product(arguments.heads, all_ways() if arguments.all else DEFAULT_WAYS):
+            start = time.process_time()
+            try:
+                merged = merger.merged(way, count)
+            except Eagle3PackError as error:
+                note(f"{count} {way}: {error}")
+                continue
+            seconds = time.process_time() - start
+            found = compare(merger.weights, merged.weights, rope, merged.report.query_order, fresh, rest)
+            counters = [replayed.counters(merged.weights, text) for text in known]
+            rows.append(
+                row(str(way), count, found.as_dict(), counters, source) | {"cpu_s": round(seconds, 1)}
+            )
+            note(f"{count} {way}: {rows[-1]['length']:.3f}, retention {rows[-1]['retention']:.3f}")
+    about = {
+        "prompts": prompts_name,
+        "max_tokens": arguments.max_tokens,
+        "k": K,
+        "dtype": arguments.dtype,
+        "calibration": calibration.document,
+        "engine": mean_accepted_length(total(made.counters)),
+        "rows": rows,
+    }
+    (arguments.out / "fidelity.json").write_text(json.dumps(about, indent=1))
+    (arguments.out / "fidelity.md").write_text(table(rows))
+    draw(rows, arguments.out / "fidelity.svg")
+    print(table(rows))
+
+
+def row(
+    name: str, count: int, found: dict[str, Any] | None, ours: list[Counters], theirs: list[Counters]
+) -> dict[str, Any]:
+    """One line of the table."""
+    mine, other = total(ours), total(theirs)
+    interval = retention_interval(ours, theirs)
+    return {
+        "heads": count,
+        "way": name,
+        **({} if found is None else found),
+        "drafts": mine.drafts,
+        "per_position": per_position_accept_rate(mine),
+        "length": mean_accepted_length(mine),
+        "retention": (mine.accepted_tokens / mine.drafts) / (other.accepted_tokens / other.drafts),
+        "interval": None if interval is None else [interval.low, interval.high],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    lines = [
+        "| KV heads | method | output error | attention KL | logits KL | accepted at 1 / 2 / 3 | "
+        "mean accepted length | retained (95 %) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for line in rows:
+        errors = [line.get(key) for key in ("output_error", "attention_kl", "logits_kl")]
+        accepted = " / ".join(f"{rate:.3f}" for rate in line["per_position"])
+        low, high = line["interval"] or (float("nan"), float("nan"))
+        cells = [
+            str(line["heads"]),
+            line["way"],
+            *("" if error is None else f"{error:.3f}" for error in errors),
+            accepted,
+            f"{line['length']:.3f}",
+            f"{line['retention']:.3f} ({low:.3f} to {high:.3f})" if errors[0] is not None else "1",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Retention by key/value heads, a line a way."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "eagle3pack"
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 4.2))
+    measured = [line for line in rows if "output_error" in line]
+    ways = list(dict.fromkeys(line["way"] for line in measured))
+    counts = sorted({line["heads"] for line in measured}, reverse=True)
+    for way in ways:
+        mine = {line["heads"]: line for line in measured if line["way"] == way}
+        here = [count for count in counts if count in mine]
+        values = [mine[count]["retention"] for count in here]
+        spread = [
+            [max(value - mine[count]["interval"][0], 0) for value, count in zip(values, here, strict=True)],
+            [max(mine[count]["interval"][1] - value, 0) for value, count in zip(values, here, strict=True)],
+        ]
+        places = [counts.index(count) + 0.04 * (ways.index(way) - len(ways) / 2) for count in here]
+        axes.errorbar(
+            places, values, yerr=spread, marker="o", markersize=4, capsize=2, linewidth=1, label=way
+        )
+    axes.axhline(1, color="0.6", linewidth=0.8)
+    axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+    axes.set_xlabel("key/value heads after the conversion")
+    axes.set_ylabel("accepted drafts retained, no retraining")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7, ncols=2, loc="lower left")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
