@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from eagle3pack.checkpoint.digest import draft_files
 from eagle3pack.errors import InputError, UsageError
 from tests.checkpoint.distributed_samples import save_model
 from tests.cli import Cli
+from tests.convert.fsdp import run_ranks
 from tests.convert.handoff.samples import hand_over, write_target
 from tests.convert.test_command import convert, load, record
 from tests.tiny import native_config, write_draft
@@ -96,71 +95,16 @@ def test_what_is_handed_to_torchspec_reads_back_as_the_draft(tmp_path: Path) -> 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-RANK = """
-import sys, torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-rank, world, port, weights, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-model = torch.nn.Module()
-model.draft_model = draft = torch.nn.Module()
-for name, tensor in load_file(weights).items():
-    place = draft
-    *outer, inner = name.split(".")
-    for part in outer:
-        if not hasattr(place, part):
-            place.add_module(part, torch.nn.Module())
-        place = getattr(place, part)
-    if tensor.is_floating_point():
-        frozen = name == "embed_tokens.weight"
-        place.register_parameter(inner, torch.nn.Parameter(tensor, requires_grad=not frozen))
-    else:
-        place.register_buffer(inner, tensor)
-fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-
-class ModelState(Stateful):
-    def state_dict(self):
-        return {"model": get_state_dict(model, optimizers=[])[0]}
-
-dcp.save({"model_state": ModelState()}, checkpoint_id=out)
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_fsdp_shards_over_processes_is_put_together(
-    tmp_path: Path, world: int, unused_port: int
-) -> None:
+def test_what_fsdp_shards_over_processes_is_put_together(tmp_path: Path, world: int) -> None:
     exported = write_draft(tmp_path / "exported", native_config(draft_vocab_size=40))
     iteration = tmp_path / "iter_0000001"
     iteration.mkdir()
     (iteration / "config.json").write_bytes((exported / "config.json").read_bytes())
-    arguments = [str(world), str(unused_port), str(exported / "model.safetensors"), str(iteration / "model")]
-    ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", RANK, str(rank), *arguments])
-        for rank in range(world)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0] * world
+    run_ranks(world, exported / "model.safetensors", save=iteration / "model")
     assert len(list((iteration / "model").glob("*.distcp"))) == world
     convert(iteration, tmp_path / "back", num_kv_heads=8)
     found, expected = load(tmp_path / "back"), load(exported)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    """A port of this machine that nobody listens on."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from safetensors.torch import load_file, save_file
 
 from eagle3pack.errors import UnsupportedDraftError
+from tests.convert.fsdp import run_ranks
 from tests.convert.handoff.samples import assert_same, hand_over, load
 from tests.tiny import draft_tensors, native_config, speculators_config, write_draft
 
@@ -114,6 +116,17 @@ def test_without_a_target_the_command_asks_for_it(tmp_path: Path) -> None:
     summary = hand_over(tmp_path, "torchspec", target=None)
     assert summary.hand_off is not None and summary.hand_off.written is not None
     assert "model.target_model_path=TARGET" in summary.hand_off.written.command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_model_that_fsdp_sharded_loads_it(tmp_path: Path, world: int) -> None:
+    hand_over(tmp_path, "torchspec", native_config(draft_vocab_size=40))
+    expected = load(tmp_path / "gqa")
+    model = tmp_path / "model.safetensors"
+    save_file({name: torch.zeros_like(tensor) for name, tensor in expected.items()}, model)
+    run_ranks(world, model, load=tmp_path / MODEL)
+    assert_same(load_file(model), expected)
 
 
 @pytest.mark.slow
