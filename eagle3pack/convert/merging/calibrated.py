@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,11 @@ from eagle3pack.convert.merging.attention import AttentionWeights
 from eagle3pack.convert.merging.fidelity import Fidelity, Rest, compare, output_error
 from eagle3pack.convert.merging.merge import Merged, MergeOptions, merge
 from eagle3pack.convert.merging.metrics import Metric
-from eagle3pack.convert.merging.moments import Moments
+from eagle3pack.convert.merging.moments import Moments, Sample
 from eagle3pack.convert.merging.rotary import RopeSpec
 from eagle3pack.errors import UsageError
+
+MOST_JUDGED = 4096  # activations: both layers run over them for every candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def merge_judged(
     Raises:
         UsageError: the calibration holds no activations.
     """
-    held_out = moments.held_out or moments.samples
+    held_out = _spread(moments.held_out or moments.samples)
     if not held_out:
         raise UsageError("it holds no activations", where="calibration")
     tried = [options]
@@ -84,3 +86,9 @@ def merge_judged(
     mean_error = output_error(weights, merge(weights, rope, pooled, metric).weights, rope, held_out)
     fidelity = compare(weights, best.weights, rope, best.report.query_order, held_out, rest)
     return Judged(best, fidelity, mean_error, errors)
+
+
+def _spread(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Evenly chosen texts with about `MOST_JUDGED` activations."""
+    stride = -(-sum(len(sample.x) for sample in samples) // MOST_JUDGED)
+    return samples[:: max(stride, 1)]

@@ -86,6 +86,8 @@ class Merging:
         )
         weights = from_matrices(attention_tensors(self.plan, layer), config.head_dim)
         metric = self._metric(layer, moments)
+        if chosen == "auto" and spec.frequencies is None:
+            raise UsageError(f"it runs the attention, and {spec.unknown}", where="--grouping auto")
         if moments is None or spec.frequencies is None:
             if request.closed_form.heal_steps:
                 raise UsageError(f"it runs the attention, and {spec.unknown}", where="--heal")

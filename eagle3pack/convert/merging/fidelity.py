@@ -110,19 +110,24 @@ def compare(
         samples: at least one.
         rest: of the draft; samples then need residuals and steps.
     """
-    error = output_error(source, merged, rope, samples)
+    bias = 0 if source.o_bias is None else source.o_bias.float()
     source, merged = source.to(torch.float32), merged.to(torch.float32)
-    divergence = 0.0
-    tokens = sum(len(sample.x) for sample in samples)
-    order = torch.tensor(query_order)
+    tokens, order = sum(len(sample.x) for sample in samples), torch.tensor(query_order)
+    comparison = None if rest is None else _Logits(rest, stride=-(-tokens // MOST_LOGITS))
+    lost = there = divergence = 0.0
     for sample in samples:
         x, visible = sample.x.float(), _visible(sample)
+        y, other = (attention_forward(w, rope, x, sample.positions, visible) for w in (source, merged))
+        lost += float((other - y).double().square().sum())
+        there += float((y - bias).double().square().sum())
         ours = _log_attention(source, rope, x, sample.positions, visible)[order]
         theirs = _log_attention(merged, rope, x, sample.positions, visible)
         terms = torch.where(visible, ours.exp() * (ours - theirs), 0.0)
         divergence += float(terms.double().sum()) / len(order)
-    logits_kl, same = (None, None) if rest is None else _compare_logits(source, merged, rope, samples, rest)
-    return Fidelity(tokens, error, divergence / tokens, logits_kl, same)
+        if comparison is not None and sample.residual is not None and sample.steps is not None:
+            comparison.add(sample.residual, sample.steps, y, other)
+    logits_kl, same = (None, None) if comparison is None else comparison.result()
+    return Fidelity(tokens, lost / there if there else 0.0, divergence / tokens, logits_kl, same)
 
 
 def _visible(sample: Sample) -> Tensor:
@@ -138,35 +143,29 @@ def _log_attention(
     return logits.masked_fill(~visible, -torch.inf).log_softmax(-1)
 
 
-def _compare_logits(
-    source: AttentionWeights,
-    merged: AttentionWeights,
-    rope: RopeSpec,
-    samples: Sequence[Sample],
-    rest: Rest,
-) -> tuple[float | None, tuple[float, ...] | None]:
-    """Divergence of next-token distributions, and the share of equal proposals by step."""
-    known = [sample for sample in samples if sample.residual is not None and sample.steps is not None]
-    if not known:
-        return None, None
-    stride = -(-sum(len(sample.x) for sample in known) // MOST_LOGITS)
-    divergence, steps, equal = 0.0, [], []
-    for sample in known:
-        assert sample.residual is not None and sample.steps is not None
-        x = sample.x.float()
-        outputs = [
-            attention_forward(w, rope, x, sample.positions, sample.visible)[::stride]
-            for w in (source, merged)
-        ]
-        residual = sample.residual[::stride]
-        for start in range(0, len(residual), _BLOCK):
-            part = slice(start, start + _BLOCK)
-            ours, theirs = (rest.log_probabilities(residual[part], y[part]) for y in outputs)
-            divergence += float((ours.exp() * (ours - theirs)).double().sum())
-            equal.append(ours.argmax(-1) == theirs.argmax(-1))
-        steps.append(sample.steps[::stride])
-    step, same = torch.cat(steps), torch.cat(equal).double()
-    shares = tuple(
-        float(same[step == s].mean()) for s in range(int(step.max()) + 1) if bool((step == s).any())
-    )
-    return divergence / len(step), shares
+class _Logits:
+    """Next-token distributions of both drafts at every `stride`-th position."""
+
+    def __init__(self, rest: Rest, stride: int) -> None:
+        self._rest, self._stride = rest, stride
+        self._divergence = 0.0
+        self._steps: list[Tensor] = []
+        self._same: list[Tensor] = []
+
+    def add(self, residual: Tensor, steps: Tensor, ours: Tensor, theirs: Tensor) -> None:
+        """Count one text, all (T, H) but steps (T,)."""
+        chosen = torch.arange(0, len(residual), self._stride)
+        self._steps.append(steps[chosen])
+        for part in torch.split(chosen, _BLOCK):
+            mine = self._rest.log_probabilities(residual[part], ours[part])
+            other = self._rest.log_probabilities(residual[part], theirs[part])
+            self._divergence += float((mine.exp() * (mine - other)).double().sum())
+            self._same.append(mine.argmax(-1) == other.argmax(-1))
+
+    def result(self) -> tuple[float | None, tuple[float, ...] | None]:
+        """Mean divergence, and the share of equal proposals by step."""
+        if not self._steps:
+            return None, None
+        step, same = torch.cat(self._steps), torch.cat(self._same).double()
+        known = [s for s in range(int(step.max()) + 1) if bool((step == s).any())]
+        return self._divergence / len(step), tuple(float(same[step == s].mean()) for s in known)
