@@ -20,11 +20,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.1
+ORPHANS_S = 3.0  # what workers get to end by themselves once the command has ended
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -62,18 +64,42 @@ def _owner_is_gone() -> bool:
 
 
 def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Ask the command to end, then kill whatever is left of it."""
+    """Ask the command to end, then what it has left behind, then kill what is still there.
+
+    Python's resource trackers are killed last: each unlinks the shared memory of the processes that it
+    belongs to once they are gone, which would stay in /dev/shm otherwise.
+    """
     if child.poll() is None:
         child.terminate()
-    deadline = time.monotonic() + grace_s
-    while _descendants() and time.monotonic() < deadline:
-        _reap(child)
-        time.sleep(POLL_S)
-    while left := _descendants():
-        for pid in left:
-            _kill(pid)
+    _wait(child, lambda: child.poll() is not None, grace_s)
+    if _wait(child, lambda: not _descendants(), min(grace_s, ORPHANS_S)):
+        return
+    _signal_all(signal.SIGTERM)
+    if _wait(child, lambda: not _descendants(), min(grace_s, ORPHANS_S)):
+        return
+    _signal_all(signal.SIGKILL, spare=b"resource_tracker")
+    _wait(child, lambda: not _descendants(), min(grace_s, ORPHANS_S))
+    while _descendants():
+        _signal_all(signal.SIGKILL)
+        _wait(child, lambda: not _descendants(), POLL_S)
+
+
+def _wait(child: subprocess.Popen[bytes], done: Callable[[], bool], limit_s: float) -> bool:
+    """Wait until something holds; whether it does."""
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
         _reap(child)
         time.sleep(POLL_S / 10)
+    return True
+
+
+def _signal_all(number: int, *, spare: bytes | None = None) -> None:
+    for pid in _descendants():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if spare is None or spare not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, number)
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:
@@ -82,11 +108,6 @@ def _reap(child: subprocess.Popen[bytes]) -> None:
     for pid in _descendants(direct=True):
         if pid != child.pid:
             os.waitpid(pid, os.WNOHANG)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _descendants(*, direct: bool = False) -> list[int]:

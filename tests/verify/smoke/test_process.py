@@ -96,6 +96,25 @@ def test_a_killed_guard_takes_the_command_along(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def test_shared_memory_of_killed_workers_is_unlinked(tmp_path: Path) -> None:
+    """The tracker that unlinks it must outlive them."""
+    code = """
+    import signal, sys, time
+    from multiprocessing import shared_memory
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    block = shared_memory.SharedMemory(create=True, size=4096)
+    open(sys.argv[1], "w").write(block.name)
+    time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "name")]
+    process = GuardedProcess(command, tmp_path / "log", os.environ, grace_s=0.5)
+    assert wait_for(lambda: (tmp_path / "name").exists() and (tmp_path / "name").read_text())
+    block = Path("/dev/shm") / (tmp_path / "name").read_text()
+    assert block.exists()
+    process.stop()
+    assert not block.exists()
+
+
 def test_the_exit_code_of_a_signal_is_that_of_shells(tmp_path: Path) -> None:
     process = GuardedProcess(["sh", "-c", "kill -SEGV $$"], tmp_path / "log", os.environ, grace_s=0.1)
     assert wait_for(lambda: process.exit_code == 139)
