@@ -40,7 +40,9 @@ class HealOptions:
 
     Attributes:
         steps: of the optimiser.
-        learning_rate: its peak, as a share of the root mean square of each tensor's starting values.
+        learning_rate: its peak, as a share of the root mean square of each tensor's starting values, where
+            the start is all wrong. A better start has a shorter way to go: the rate shrinks with the root
+            of its held-out error.
         warm_up: share of the steps over which the rate rises; then it falls to zero along a cosine.
         weight_decay: of AdamW.
         batch_tokens: a step takes samples until it has this many tokens, and at least one.
@@ -52,7 +54,7 @@ class HealOptions:
     """
 
     steps: int
-    learning_rate: float = 0.02
+    learning_rate: float = 0.01
     warm_up: float = 0.1
     weight_decay: float = 0.01
     batch_tokens: int = 2048
@@ -278,7 +280,7 @@ class _Training:
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):
             return math.nan
         for group, scale in zip(self.optimizer.param_groups, self.scales, strict=True):
-            group["lr"] = rate * scale
+            group["lr"] = rate * scale * min(self.state.error_before, 1.0) ** 0.5
         self.optimizer.step()
         return error
 

@@ -19,7 +19,7 @@ from eagle3pack.errors import InputError, PermissionDenied, TransportError, Usag
 from tests.convert.merging.planted import IN, D, disguised, expanded, inputs, layer, rope
 
 ROPE = rope()
-SHORT = HealOptions(steps=12, batch_tokens=180, check_every=4)
+SHORT = HealOptions(steps=12, learning_rate=0.02, batch_tokens=180, check_every=4)
 
 
 def samples(count: int = 11, length: int = 60) -> list[Sample]:
@@ -63,7 +63,7 @@ def same(a: AttentionWeights, b: AttentionWeights) -> bool:
 def test_training_lowers_the_error_on_inputs_that_it_never_saw(method, make):  # type: ignore[no-untyped-def]
     source, data = layer(1), make(40)
     start = merged(source, method)
-    healed = heal(source, start, ROPE, data, HealOptions(steps=30, batch_tokens=500))
+    healed = heal(source, start, ROPE, data, HealOptions(steps=30, learning_rate=0.02, batch_tokens=500))
     report = healed.report
     assert report.error_before == pytest.approx(error(source, start, data[::10]))
     assert report.error_after == pytest.approx(error(source, healed.weights, data[::10]))
@@ -90,7 +90,7 @@ def test_a_planted_layer_comes_back_from_a_disturbed_start() -> None:
         for name, x in gqa.tensors().items()
     }
     report = heal(
-        source, replace(gqa, **disturbed), ROPE, data, HealOptions(steps=60, batch_tokens=240)
+        source, replace(gqa, **disturbed), ROPE, data, HealOptions(60, learning_rate=0.05, batch_tokens=240)
     ).report
     assert report.error_after < report.error_before / 10
 
@@ -336,7 +336,7 @@ def test_samples_that_do_not_fit_are_refused(changes: dict[str, Tensor], match: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_trains_as_well_and_takes_over_from_a_cpu(tmp_path: Path) -> None:
     source, data, path = layer(18).to(torch.float32), samples(41), tmp_path / "heal.pt"
-    start, options = merged(source), HealOptions(steps=40)
+    start, options = merged(source), HealOptions(steps=40, learning_rate=0.02)
     reports = [
         heal(source, start, ROPE, data, replace(options, device=device)).report for device in ("cpu", "cuda")
     ]
