@@ -22,7 +22,9 @@ from eagle3pack.draft.target import TargetSpec
 from eagle3pack.errors import UnsupportedDraftError, UsageError
 
 RELEASE = "speculators 0.9.0"
-NEEDS: tuple[str, ...] = ()  # what is missing is taken from the target when it loads
+# It means to take what is missing from the target, and knows it by NaN; under transformers 5.19 such a tensor
+# is uninitialised memory instead, with which it then trains. So nothing may be missing.
+NEEDS: tuple[str, ...] = ("embed_tokens.weight", "lm_head.weight")
 DRAFT = "draft"
 FROZEN = f"{RELEASE} keeps embedding and lm_head as they are; the layer, fc and norms are trained"
 _OPTION = "--retrain-with speculators"

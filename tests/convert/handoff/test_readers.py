@@ -136,7 +136,7 @@ def test_speculators_loads_every_tensor(tmp_path: Path, what: str) -> None:
     assert_same(found, expected_of(tmp_path, "layers.0.", maps="smaller" in what))
 
 
-def test_speculators_takes_a_missing_embedding_and_head_from_the_target(tmp_path: Path) -> None:
+def test_speculators_gets_a_missing_embedding_and_head_of_the_target(tmp_path: Path) -> None:
     python = python_of("speculators")
     tensors = draft_tensors(native_config())
     del tensors["embed_tokens.weight"], tensors["lm_head.weight"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from eagle3pack.convert.handoff.speculators import speculators_config as as_speculators
 from eagle3pack.documents import schema_problems
@@ -68,6 +69,16 @@ def test_the_maps_are_named_so_that_those_of_the_data_are_not_taken(tmp_path: Pa
     for name in ("d2t", "t2d"):
         assert f"--{name}-path {place / name}.npy" in summary.hand_off.written.command
         assert np.array_equal(np.load(place / f"{name}.npy"), draft[name].numpy())
+
+
+def test_embedding_and_head_are_always_there(tmp_path: Path) -> None:
+    tensors = draft_tensors(native_config())
+    del tensors["embed_tokens.weight"], tensors["lm_head.weight"]
+    write_draft(tmp_path / "mha", tensors=tensors)
+    hand_over(tmp_path, "speculators")
+    found, target = load(tmp_path / "retrain" / "draft"), load(tmp_path / "target")
+    assert torch.equal(found["embed_tokens.weight"], target["model.embed_tokens.weight"])
+    assert torch.equal(found["lm_head.weight"], target["lm_head.weight"])
 
 
 def test_a_whole_vocabulary_has_no_maps(tmp_path: Path) -> None:
