@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from eagle3pack import __version__
 
 from eagle3pack.console import format_bytes, table
 from tests.cli import Cli
@@ -43,7 +46,9 @@ def test_quiet_says_nothing_and_version_is_the_packages(cli: Cli, tmp_path: Path
     source = write_draft(tmp_path / "mha")
     result = cli("convert", source, tmp_path / "gqa", "--num-kv-heads", 2, "-q")
     assert (result.code, result.out, result.err) == (0, "", "")
-    assert cli("--version").out.startswith("eagle3pack, version ")
+    version = cli("--version").out
+    assert version.startswith(f"eagle3pack {__version__}\n")
+    assert f"torch {torch.__version__}" in version
 
 
 def test_a_terminal_is_shown_a_bar_with_rate_and_a_pipe_is_not(tmp_path: Path) -> None:

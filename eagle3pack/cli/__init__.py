@@ -45,10 +45,37 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+# What a bug report should name; read from the installed packages' metadata, not imported.
+_VERSIONS_OF = ("torch", "transformers", "safetensors", "numpy", "huggingface-hub", "modelscope-hub", "click")
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    import platform
+    from importlib import metadata
+
+    click.echo(f"eagle3pack {__version__}")
+    click.echo(f"Python {platform.python_version()} on {platform.platform(terse=True)}")
+    for name in _VERSIONS_OF:
+        try:
+            click.echo(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            click.echo(f"{name} not installed")
+    ctx.exit()
+
+
 @click.group(
     cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.version_option(__version__, prog_name="eagle3pack")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version, and those of what matters.",
+)
 def cli() -> None:
     """Convert, verify and publish EAGLE3 speculative-decoding draft models.
 
