@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from eagle3pack import __version__
-
 from eagle3pack.console import format_bytes, table
 from tests.cli import Cli
 from tests.tiny import write_draft

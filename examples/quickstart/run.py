@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DRAFT = "examples/quickstart/draft"
 TARGET = ".cache/smollm2-target"
 OUT = "out/quickstart"
+REPOSITORY = "example/smollm2-eagle3-gqa"  # nothing is sent: the publishing is a dry run
 
 
 def run(*command: str) -> None:
@@ -30,6 +31,7 @@ def main() -> None:
     """The whole quickstart."""
     os.chdir(ROOT)
     run("tools/make_smollm2_target.py", TARGET)
+    run("-m", "eagle3pack", "verify", DRAFT, "--target", TARGET, "--engine", "none")
     for method in ("mean", "als"):
         gqa = f"{OUT}/draft-gqa4-{method}"
         run(
@@ -40,7 +42,19 @@ def main() -> None:
             *("-m", "eagle3pack", "verify", gqa, "--target", TARGET, "--against", DRAFT),
             *("--limit", "8", "--max-tokens", "64", "--no-probes", "--report", f"{OUT}/report-{method}.json"),
         )
-    print(f"\nThe converted drafts, their records (eagle3pack.json) and reports are in {OUT}.")
+        run(
+            *("-m", "eagle3pack", "publish", gqa, "--report", f"{OUT}/report-{method}.json"),
+            *(
+                "--config",
+                "examples/quickstart/publish.yaml",
+                "--to",
+                f"hf:{REPOSITORY}",
+                "--to",
+                f"ms:{REPOSITORY}",
+            ),
+            *("--dry-run", "--offline", "--render-to", f"{OUT}/cards-{method}"),
+        )
+    print(f"\nThe converted drafts, their records (eagle3pack.json), reports and cards are in {OUT}.")
 
 
 if __name__ == "__main__":
