@@ -21,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +53,7 @@ from eagle3pack.verify.smoke.statistics import retention_interval
 
 QUICKSTART_DRAFT = Path(__file__).parents[1] / "examples" / "quickstart" / "draft"
 K = 3
+MOST_COMPARED = 2048  # activations at which attention and logits are compared; acceptance counts all texts
 
 
 @dataclass(frozen=True)
@@ -248,9 +249,17 @@ def chosen_prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], str, st
 
 
 @contextmanager
-def no_progress(label: str, total: int, *, unit: str = "B") -> Iterator[Any]:
-    """Nothing is drawn."""
-    yield lambda count: None
+def progress(label: str, total: int, *, unit: str = "B") -> Iterator[Callable[[int], None]]:
+    """A line for every tenth."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        if (done + count) * 10 // total > done * 10 // total:
+            note(f"{label}: {done + count} of {total} {unit} at most")
+        done += count
+
+    yield advance
 
 
 def find_calibration(arguments: argparse.Namespace, prompts: str) -> Calibration:
@@ -266,9 +275,7 @@ def find_calibration(arguments: argparse.Namespace, prompts: str) -> Calibration
             save_calibration=path,
             dry_run=True,
         )
-        run_convert(
-            str(arguments.draft), str(arguments.out / "none"), options, say=note, progress=no_progress
-        )
+        run_convert(str(arguments.draft), str(arguments.out / "none"), options, say=note, progress=progress)
     return read_calibration(path)
 
 
@@ -318,6 +325,15 @@ def main() -> None:
     moments = calibration.moments(norm, config.rms_norm_eps, norm_before_residual=config.norm_before_residual)
     heard = replace(calibration, stretches=texts.recorder.stretches())
     fresh = heard.moments(norm, config.rms_norm_eps, norm_before_residual=config.norm_before_residual).samples
+    fresh = fresh[:: max(sum(len(sample.x) for sample in fresh) // MOST_COMPARED, 1)]
+    about = {
+        "prompts": prompts_name,
+        "max_tokens": arguments.max_tokens,
+        "k": K,
+        "dtype": arguments.dtype,
+        "calibration": calibration.document,
+        "engine": mean_accepted_length(total(made.counters)),
+    }
     merger, replayed, rest = Merger(exact, moments, rope), Replay(exact, rope), rest_of(exact)
     with torch.inference_mode():
         source = [replayed.counters(merger.weights, text) for text in known]
@@ -337,19 +353,15 @@ def main() -> None:
                 row(str(way), count, found.as_dict(), counters, source) | {"cpu_s": round(seconds, 1)}
             )
             note(f"{count} {way}: {rows[-1]['length']:.3f}, retention {rows[-1]['retention']:.3f}")
-    about = {
-        "prompts": prompts_name,
-        "max_tokens": arguments.max_tokens,
-        "k": K,
-        "dtype": arguments.dtype,
-        "calibration": calibration.document,
-        "engine": mean_accepted_length(total(made.counters)),
-        "rows": rows,
-    }
-    (arguments.out / "fidelity.json").write_text(json.dumps(about, indent=1))
-    (arguments.out / "fidelity.md").write_text(table(rows))
-    draw(rows, arguments.out / "fidelity.svg")
+            write(arguments.out, about, rows)  # a long run that is stopped leaves what it has
     print(table(rows))
+
+
+def write(out: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """The three files."""
+    (out / "fidelity.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
+    (out / "fidelity.md").write_text(table(rows))
+    draw(rows, out / "fidelity.svg")
 
 
 def row(
@@ -425,6 +437,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.legend(fontsize=7, ncols=2, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 if __name__ == "__main__":
