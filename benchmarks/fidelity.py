@@ -43,12 +43,11 @@ from eagle3pack.convert.merging.rotary import RopeSpec, rope_spec
 from eagle3pack.engine.chat import load_chat
 from eagle3pack.engine.counters import Counters, mean_accepted_length, per_position_accept_rate, total
 from eagle3pack.engine.draft_model import DraftLayer, DraftModel
-from eagle3pack.engine.generation import DraftPass, Settings
+from eagle3pack.engine.generation import DraftPass, Generation, Settings
 from eagle3pack.engine.loading import load_draft
 from eagle3pack.engine.prompts import Prompt, read_prompts, shipped_prompts
 from eagle3pack.engine.speculate import generate
-from eagle3pack.engine.target import load_target
-from eagle3pack.errors import Eagle3PackError
+from eagle3pack.engine.target import Target, load_target
 from eagle3pack.verify.smoke.statistics import retention_interval
 
 QUICKSTART_DRAFT = Path(__file__).parents[1] / "examples" / "quickstart" / "draft"
@@ -284,8 +283,8 @@ def note(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    """Run it."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -301,58 +300,67 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/fidelity"))
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def answer(
+    target: Target, draft: DraftModel, folder: Path, prompts: Sequence[Prompt], max_tokens: int
+) -> tuple[Generation, list[Text], Recorder]:
+    """Let target and source draft answer the first turns, and keep what the draft reads."""
+    chat = load_chat(folder)
+    asked = [prompt.token_ids or chat.prompt(prompt.turns[:1]) for prompt in prompts]
+    texts = Texts(Recorder(draft, 1, 10**9))
+    texts.recorder.start(0, range(len(asked)))
+    note(f"the target answers {len(asked)} prompts")
+    settings = Settings(max_tokens, K, batch_size=16, stop_ids=chat.stop_ids)
+    made = generate(target, asked, settings, draft=draft, on_draft_pass=texts)
+    return made, texts.finish(asked), texts.recorder
+
+
+def main() -> None:
+    """Run it."""
+    arguments = parse()
     torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
     prompts, prompts_name, to_calibrate = chosen_prompts(arguments)
     calibration = find_calibration(arguments, to_calibrate)
-
     target = load_target(arguments.target, dtype=getattr(torch, arguments.dtype))
-    chat = load_chat(arguments.target)
     draft = load_draft(arguments.draft, target=target)
-    asked = [prompt.token_ids or chat.prompt(prompt.turns[:1]) for prompt in prompts]
-    texts = Texts(Recorder(draft, 1, 10**9))
-    note(f"the target answers {len(asked)} prompts")
-    texts.recorder.start(0, range(len(asked)))
-    settings = Settings(arguments.max_tokens, K, batch_size=16, stop_ids=chat.stop_ids)
-    made = generate(target, asked, settings, draft=draft, on_draft_pass=texts)
-    known = texts.finish(asked)
-
+    made, texts, recorder = answer(target, draft, arguments.target, prompts, arguments.max_tokens)
     exact = load_draft(arguments.draft, target=target).float()
     config = exact.config
-    rope = rope_spec(config.rope, config.head_dim, config.max_position_embeddings)
-    norm = exact.state_dict()["layers.0.hidden_norm.weight"]
-    moments = calibration.moments(norm, config.rms_norm_eps, norm_before_residual=config.norm_before_residual)
-    heard = replace(calibration, stretches=texts.recorder.stretches())
-    fresh = heard.moments(norm, config.rms_norm_eps, norm_before_residual=config.norm_before_residual).samples
+    norm = exact.state_dict()["layers.0.hidden_norm.weight"], config.rms_norm_eps
+    heard = replace(calibration, stretches=recorder.stretches())
+    fresh = heard.moments(*norm, norm_before_residual=config.norm_before_residual).samples
     fresh = fresh[:: max(sum(len(sample.x) for sample in fresh) // MOST_COMPARED, 1)]
+    rope = rope_spec(config.rope, config.head_dim, config.max_position_embeddings)
+    merger, replay, rest = (
+        Merger(exact, calibration.moments(*norm), rope),
+        Replay(exact, rope),
+        rest_of(exact),
+    )
+    engine = mean_accepted_length(total(made.counters))
     about = {
         "prompts": prompts_name,
         "max_tokens": arguments.max_tokens,
         "k": K,
         "dtype": arguments.dtype,
         "calibration": calibration.document,
-        "engine": mean_accepted_length(total(made.counters)),
+        "engine": engine,
     }
-    merger, replayed, rest = Merger(exact, moments, rope), Replay(exact, rope), rest_of(exact)
+    ways = tuple(all_ways()) if arguments.all else DEFAULT_WAYS
     with torch.inference_mode():
-        source = [replayed.counters(merger.weights, text) for text in known]
+        source = [replay.counters(merger.weights, text) for text in texts]
         rows = [row("source draft", config.num_key_value_heads, None, source, source)]
-        note(f"engine {mean_accepted_length(total(made.counters)):.4f}, replay {rows[0]['length']:.4f}")
-        for count, way in itertools.product(arguments.heads, all_ways() if arguments.all else DEFAULT_WAYS):
+        note(f"mean accepted length of the source: engine {engine:.4f}, replay {rows[0]['length']:.4f}")
+        for count, way in itertools.product(arguments.heads, ways):
             start = time.process_time()
-            try:
-                merged = merger.merged(way, count)
-            except Eagle3PackError as error:
-                note(f"{count} {way}: {error}")
-                continue
-            seconds = time.process_time() - start
+            merged = merger.merged(way, count)
+            seconds = round(time.process_time() - start, 1)
             found = compare(merger.weights, merged.weights, rope, merged.report.query_order, fresh, rest)
-            counters = [replayed.counters(merged.weights, text) for text in known]
-            rows.append(
-                row(str(way), count, found.as_dict(), counters, source) | {"cpu_s": round(seconds, 1)}
-            )
-            note(f"{count} {way}: {rows[-1]['length']:.3f}, retention {rows[-1]['retention']:.3f}")
+            counters = [replay.counters(merged.weights, text) for text in texts]
+            rows.append(row(str(way), count, found.as_dict(), counters, source) | {"cpu_s": seconds})
+            note(f"{count} {way}: {rows[-1]['length']:.3f}, retained {rows[-1]['retention']:.3f}")
             write(arguments.out, about, rows)  # a long run that is stopped leaves what it has
     print(table(rows))
 
