@@ -926,7 +926,7 @@ def overflow() -> Draft:
     return edited(draft, "fc.weight", lambda bits: bits.__setitem__((0, 0), 0x4800))  # 131072
 
 
-@fault("C04", "an MLA draft", warnings="C04")
+@fault("C04", "plain attention under an MLA architecture", "C04")
 def mla() -> Draft:
     return with_config(make(), architectures=["Eagle3DeepseekV2ForCausalLM"], model_type="kimi_k2")
 
@@ -960,7 +960,7 @@ def remote_code() -> Draft:
     return make(native(auto_map={"AutoModel": "modeling.Draft"}))
 
 
-@fault("C31", "n_predict", warnings="C31")
+@fault("C31", "n_predict", "C31")
 def leaked_key() -> Draft:
     return make(native(n_predict=2))
 

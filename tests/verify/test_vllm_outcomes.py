@@ -35,8 +35,17 @@ def recorded() -> dict[str, dict[str, str]]:
     return outcomes
 
 
+# What vLLM refuses here for a reason that does not hold elsewhere: the made-up class is unknown to
+# transformers too, whose backend would run a real one.
+NO_ERROR_OF_OURS = {"#18 a target that vLLM has no class for"}
+
+
 def test_whatever_vllm_refuses_is_an_error_here() -> None:
-    refused = {name: found["message"] for name, found in recorded().items() if found["outcome"] != "loads"}
+    refused = {
+        name: found["message"]
+        for name, found in recorded().items()
+        if found["outcome"] != "loads" and name not in NO_ERROR_OF_OURS
+    }
     silent = {
         name_of(fault): refused[name_of(fault)]
         for fault in FAULTS

@@ -236,6 +236,15 @@ def plain_attention(context: Context) -> Iterator[Finding]:
     try:
         parse_draft_config(context.raw, where=CONFIG_NAME)
     except UnsupportedDraftError as error:
+        if "layers.0.self_attn.k_proj.weight" in context.headers.tensors:
+            yield Finding(
+                f"the weights are of plain attention, {_first_architecture(context)} is not",
+                "Write the architecture that the draft was trained with, LlamaForCausalLMEagle3 for most.",
+                file=CONFIG_NAME,
+                key="architectures",
+                severity="error",
+            )
+            return
         yield Finding(
             error.problem,
             "vLLM may well load it; its shape, tensors and vocabulary were not checked.",

@@ -240,6 +240,7 @@ def no_target_keys(context: Context) -> Iterator[Finding]:
                 file=CONFIG_NAME,
                 key=key,
                 found=_short(context.top.values[key]),
+                severity="error" if key == "n_predict" else "warning",
             )
 
 
