@@ -89,8 +89,8 @@ def parse_location(text: str) -> Location:
     place, colon, rest = text.partition(":")
     if not colon or place not in ("hf", "ms"):
         return Location("local", text)
-    name, _, revision = rest.partition("@")
-    if not _REPO_ID.fullmatch(name) or ".." in name:
+    name, at, revision = rest.partition("@")
+    if not _REPO_ID.fullmatch(name) or ".." in name or (at and not revision):
         raise UsageError(
             "must be ORG/NAME, optionally followed by @REVISION",
             where=text,
@@ -109,7 +109,7 @@ def resolve_source(text: str) -> Source:
     location = parse_location(text)
     if location.place == "local":
         folder = Path(location.name)
-        if not _exists(folder):
+        if not text or not _exists(folder):
             raise InputError(
                 "no such folder", where=text, hint="For a model on a hub write hf:ORG/NAME or ms:ORG/NAME."
             )
@@ -206,8 +206,11 @@ def _from_hugging_face(location: Location, patterns: list[str]) -> Path:
 
 
 def _from_modelscope(location: Location, patterns: list[str]) -> Path:
+    import logging
+
     from modelscope_hub import HubApi
 
+    logging.getLogger("modelscope_hub").setLevel(logging.ERROR)  # its retries are not the user's concern
     return Path(
         HubApi().download_repo(location.name, "model", revision=location.revision, allow_patterns=patterns)
     )

@@ -31,7 +31,9 @@ def test_locations_are_read_as_users_write_them() -> None:
     assert str(parse_location("hf:org/name@abc")) == "hf:org/name@abc"
 
 
-@pytest.mark.parametrize("text", ["hf:name", "hf:", "ms:a/b/c", "hf:../etc", "hf:a/..", "hf:org/na me"])
+@pytest.mark.parametrize(
+    "text", ["hf:name", "hf:", "ms:a/b/c", "hf:../etc", "hf:a/..", "hf:org/na me", "hf:org/name@"]
+)
 def test_a_hub_without_org_and_name_says_what_is_expected(text: str) -> None:
     with pytest.raises(UsageError, match="must be ORG/NAME"):
         parse_location(text)

@@ -228,20 +228,31 @@ def _explained(out: Path, place: Path, nbytes: int) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in DISK_FULL:
             needed = f"{nbytes:,} bytes are needed and {_free_bytes(place):,} are free; " if nbytes else ""
+            if error.errno == errno.EFBIG:
+                needed = f"a file of up to {nbytes:,} bytes is more than may be written (ulimit -f); "
             raise TransportError(
                 f"could not be written ({reason}); {needed}nothing was left behind",
                 where=where,
                 hint="Make room, or give an OUT on another disk, and run it again.",
             ) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise PermissionDenied(f"may not be written ({reason})", where=error.filename or where) from None
-        if error.errno in _NO_PLACE:
+            raise PermissionDenied(
+                f"may not be written ({reason})",
+                where=where,
+                hint="Check the mode of the folder it is to lie in.",
+            ) from None
+        if error.errno in _NO_PLACE or _is_about(error, _sibling(place)):
             raise UsageError(f"cannot be made or replaced there ({reason})", where=where) from None
         if error.errno == errno.ENOTEMPTY:
             raise ConflictError("appeared while it was being written", where=where) from None
         if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
             raise TransportError(f"could not be written ({reason})", where=where) from None
         raise
+
+
+def _is_about(error: OSError, path: Path) -> bool:
+    """The folder itself could not be made: some file systems (/proc) answer that it does not exist."""
+    return error.errno == errno.ENOENT and error.filename == str(path)
 
 
 def _free_bytes(place: Path) -> int:

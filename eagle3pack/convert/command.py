@@ -17,6 +17,7 @@ from eagle3pack.convert.examine import shared_with_target, target_names, vocabul
 from eagle3pack.convert.execute import copy_companions, prove, write_output
 from eagle3pack.convert.handoff.command import plan_hand_off, require_place, write_hand_off
 from eagle3pack.convert.plan import (
+    POOLING,
     ClosedForm,
     Examined,
     Layout,
@@ -95,6 +96,7 @@ def run_convert(
     """
     if options.strip_shared and options.target is None:
         raise UsageError("needs the target to compare with", where="--strip-shared", hint="Give --target.")
+    _require_options_that_count(options)
     calibrated = _calibration_options(options)
     out = Path(out_text)
     if not options.dry_run:
@@ -127,6 +129,13 @@ def run_convert(
         canonical=options.canonical,
         shard_bytes=options.shard_size,
     )
+    if target is not None and config.target_hidden_size != target.hidden_size:
+        raise InputError(
+            f"the draft reads hidden states of {config.target_hidden_size}, the target {target.name} gives "
+            f"{target.hidden_size}",
+            where="--target",
+            hint="Name the target that the draft was trained for.",
+        )
     examined, not_stripped = _examine(config, checkpoint, target, options, progress)
     plan = plan_conversion(config, checkpoint, request, examined)
     before, after = measure(checkpoint, plan)
@@ -150,9 +159,29 @@ def run_convert(
         plan, say, calibration, trains=not options.dry_run, heal_state=options.heal_state
     )
     if options.dry_run:
+        summary = replace(summary, warnings=(*_occupied(out, options.overwrite), *summary.warnings))
         return _try(summary, computation)
     document = None if calibration is None else calibration.document
     return _write(summary, computation, document, source, config_path, checkpoint, out, options, progress)
+
+
+def _require_options_that_count(options: ConvertOptions) -> None:
+    """Refuse settings that the chosen method would not look at: silence would pass for consent."""
+    if options.method not in POOLING:
+        return
+    given = {
+        "--metric": options.metric is not None and options.heal is None,
+        "--refit-output": options.refit_output is not None,
+        "--grouping": options.grouping != "contiguous",
+        "--max-distance": options.max_distance is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise UsageError(
+                f"--method {options.method} pools contiguous groups and takes no such setting",
+                where=option,
+                hint="Leave it out, or give --method als (or svd, procrustes).",
+            )
 
 
 def _calibration_options(options: ConvertOptions) -> CalibrationOptions:
@@ -307,6 +336,11 @@ def _previous_record(folder: Path) -> Mapping[str, Any] | None:
     return read_json_object(path) if path.exists() else None
 
 
+def _occupied(out: Path, overwrite: bool) -> Iterator[str]:
+    if out.exists() and not overwrite:
+        yield f"OUT {out} exists: without --dry-run this needs --overwrite"
+
+
 def _warnings(plan: Plan, target: TargetSpec | None) -> Iterator[str]:
     if plan.computed:
         yield POOLED_WARNING if plan.request.only_pools else MERGED_WARNING
@@ -314,9 +348,6 @@ def _warnings(plan: Plan, target: TargetSpec | None) -> Iterator[str]:
         yield f"not tensors of an EAGLE3 draft, kept as they are: {', '.join(plan.unknown)}"
     if target is None:
         return
-    width = plan.before.target_hidden_size
-    if width != target.hidden_size:
-        yield f"the draft reads hidden states of {width}, the target {target.name} gives {target.hidden_size}"
     if plan.before.vocab_size != target.vocab_size:
         yield (
             f"the draft's vocab_size is {plan.before.vocab_size}, that of the target {target.name} "

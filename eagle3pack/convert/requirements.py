@@ -31,9 +31,9 @@ def choose_key_value_heads(config: DraftConfig, wanted: int | None, target_heads
             hint=f"Give --num-kv-heads ({possible}), or --target to take its number.",
         )
     if count < 1 or have % count:
-        whose = "" if wanted is not None else "the target's number, "
+        number = f"{count}" if wanted is not None else f"{count}, the target's number,"
         raise UsageError(
-            f"{whose}{count} does not divide the draft's {have} key/value heads into equal groups",
+            f"{number} does not divide the draft's {have} key/value heads into equal groups",
             where="--num-kv-heads",
             hint=f"Numbers that do: {possible}.",
         )
@@ -68,7 +68,7 @@ def require_convertible(config: DraftConfig, checkpoint: Checkpoint) -> dict[str
             raise InputError(
                 f"{names[spec.name]} has shape {list(found)}, config.json makes it {list(spec.shape)}",
                 where=where,
-                hint="Mend config.json so that it describes these weights.",
+                hint="Mend config.json (head_dim, numbers of heads, sizes): it must describe these weights.",
             )
     for name in attention_names(config, names, KEYS_AND_VALUES + QUERIES_AND_OUTPUT):
         dtype = checkpoint.tensors[names[name]].dtype

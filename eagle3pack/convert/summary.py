@@ -13,7 +13,8 @@ from eagle3pack.convert.requirements import FLOAT_DTYPES
 
 POOLED_WARNING = (
     "a pooled draft is a starting point: it accepts far fewer tokens than its source until it is retrained "
-    "(the published MiniMax-M3 GQA head was). --method als starts far closer; --dry-run tells how close"
+    "(the published MiniMax-M3 GQA head was). --method als starts far closer; with --dry-run it tells how "
+    "close"
 )
 MERGED_WARNING = (
     "a merged draft speculates at once, but less than its source; retraining brings back the rest"
@@ -122,7 +123,8 @@ class Summary:
             details.append(("changed", "no tensor; the weights are copied"))
         details += [(label, self._quality(name)) for name, label in _LABELS.items() if name in self.quality]
         if plan.renamed:
-            details.append(("renamed", f"{len(plan.renamed)} tensors"))
+            old, new = next(iter(plan.renamed.items()))
+            details.append(("renamed", f"{len(plan.renamed)} tensors ({old} -> {new}, ...)"))
         details += [
             ("left out", f"{name} ({_gigabytes(dropped.nbytes)}): {dropped.reason}")
             for name, dropped in plan.dropped.items()

@@ -419,7 +419,7 @@ def test_a_limit_on_file_sizes_leaves_nothing_behind(
 ) -> None:
     process = run(source, tmp_path / "parent" / "out", limit, *computed)
     assert process.returncode == 7, process
-    assert "bytes are needed" in process.stdout
+    assert "bytes is more than may be written" in process.stdout
     assert "computing" not in process.stdout, "a full disk shows before the work"
     assert not (tmp_path / "parent").exists()
 

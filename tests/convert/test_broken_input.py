@@ -164,6 +164,9 @@ def test_a_missing_shard(cli: Cli, tmp_path: Path) -> None:
         (["--num-kv-heads", 2, "--shard-size", "big"], 2, "is no size"),
         (["--num-kv-heads", 2, "--method", "median"], 2, "'median' is not one of"),
         (["--num-kv-heads", 2, "--method", "als", "--grouping", "none.json"], 2, "--grouping"),
+        (["--num-kv-heads", 2, "--grouping", "similarity"], 2, "takes no such setting"),
+        (["--num-kv-heads", 2, "--metric", "norm"], 2, "takes no such setting"),
+        (["--num-kv-heads", 2, "--max-distance", 5], 2, "takes no such setting"),
         (["--num-kv-heads", 2, "--method", "svd", "--refit-output", "none"], 2, "o_proj has to follow"),
         (["--target", "no/such/folder"], 3, "no such folder or config.json"),
     ],
@@ -181,7 +184,7 @@ def test_a_target_whose_heads_do_not_divide_lists_the_counts_that_do(cli: Cli, t
     target.write_text(json.dumps(target_config(num_attention_heads=6, num_key_value_heads=3)))
     result = cli("convert", source, tmp_path / "gqa", "--target", target)
     assert result.code == 2
-    assert "the target's number, 3" in result.err and "1, 2, 4, 8" in result.err
+    assert "3, the target's number, does not divide" in result.err and "1, 2, 4, 8" in result.err
 
 
 def test_a_missing_source_says_how_to_name_a_hub(cli: Cli, tmp_path: Path) -> None:
