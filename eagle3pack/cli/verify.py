@@ -62,6 +62,7 @@ def verify(
     from eagle3pack.verify.command import VerifyOptions, run_verify, write_mended, write_report
 
     gc.enable()
+    _require_outputs(source, options["target"], smoke, report)
     verified = run_verify(source, VerifyOptions(**options), say=console.say, progress=console.progress)
     if not as_json:
         console.print_result(verified.text(verbose=console.is_verbose()))
@@ -76,6 +77,17 @@ def verify(
     else:
         console.print_result(figures)
     click_context.exit(0 if document["passed"] else CHECK_FAILED)
+
+
+def _require_outputs(source: str, target: str | None, smoke: dict[str, Any], report: Path | None) -> None:
+    """Refuse, before anything is read, to write where something else lies."""
+    from eagle3pack.verify.outputs import require_log_path, require_report_path
+
+    models = [text for text in (source, target, smoke["against"]) if text]
+    if report is not None:
+        require_report_path(report, models)
+    if smoke["engine_log"] is not None:
+        require_log_path(smoke["engine_log"], models)
 
 
 def _smoke_test(verified: Verified, given: dict[str, Any], report: Path | None) -> tuple[dict[str, Any], str]:

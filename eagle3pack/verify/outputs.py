@@ -1,0 +1,80 @@
+"""Where a report and a log may go: never over a model's own files, never over what is no report of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from eagle3pack.documents import read_json_object
+from eagle3pack.errors import Eagle3PackError, PermissionDenied, UsageError
+from eagle3pack.sources import parse_location
+from eagle3pack.verify.context import CONFIG_NAME, RECORD_NAME
+from eagle3pack.verify.report import SCHEMA
+from eagle3pack.verify.weights import PICKLE_SUFFIXES
+
+_MODEL_SUFFIXES = (".safetensors", ".index.json", *PICKLE_SUFFIXES)
+
+
+def require_report_path(path: Path, models: Iterable[str]) -> None:
+    """Raise unless a report may be written there. A report of an earlier run is replaced.
+
+    Args:
+        path: the value of --report.
+        models: SOURCE, --target and --against as the user wrote them.
+
+    Raises:
+        UsageError: it is a file of one of the models, a file that is no report, or its folder is missing.
+        PermissionDenied: the folder may not be written.
+    """
+    where = f"--report {path}"
+    _require_no_model_file(path, models, where)
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}", where=where, hint="Make it first.")
+    if os.path.lexists(path) and not _is_report(path):
+        raise UsageError(
+            "exists and is no report of eagle3pack; it is not overwritten",
+            where=where,
+            hint="Give another name, or delete it yourself if you mean it.",
+        )
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionDenied("may not be written", where=where, hint="Check the mode of its folder.")
+
+
+def require_log_path(path: Path, models: Iterable[str]) -> None:
+    """Raise where an engine's log would be written over a file of a model, or cannot be written.
+
+    Raises:
+        UsageError: it would.
+    """
+    where = f"--engine-log {path}"
+    _require_no_model_file(path, models, where)
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}", where=where, hint="Make it first.")
+
+
+def _require_no_model_file(path: Path, models: Iterable[str], where: str) -> None:
+    """By name, so that a file that is not there yet, such as an index, is kept free too."""
+    if path.name not in (CONFIG_NAME, RECORD_NAME) and not path.name.endswith(_MODEL_SUFFIXES):
+        return
+    for model in models:
+        location = parse_location(model)
+        if location.place != "local":
+            continue
+        place = Path(location.name)
+        folder = place if place.is_dir() else place.parent
+        if os.path.realpath(path.parent) == os.path.realpath(folder):
+            raise UsageError(
+                f"is a file of the model {model}; it is not overwritten",
+                where=where,
+                hint="Give another name.",
+            )
+
+
+def _is_report(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        return read_json_object(path).get("schema") == SCHEMA
+    except Eagle3PackError:
+        return False
