@@ -121,13 +121,16 @@ def write_mended_copy(context: Context, examination: Examination, out: Path) -> 
         ConflictError: OUT exists.
         PermissionDenied, TransportError, UsageError: see `checkpoint.folder.new_folder`.
     """
+    done = chosen_mends(examination)
+    if not done:
+        return []
     try:
-        raw, tensors = context.raw, context.tensors
+        raw = context.raw
+        if not context.tensors:
+            return []
+        _ = context.config  # the record of a copy tells its heads
     except Undecided as answer:
         raise InputError(f"cannot be mended: {answer.reason}", where=str(context.folder)) from None
-    done = chosen_mends(examination)
-    if not done or not tensors:
-        return []
     require_separate(context.folder, out)
     mends = [each.mend for each in done]
     files = planned_files(context, mends)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from eagle3pack.documents import schema_problems
 from eagle3pack.draft.target import parse_target_config
-from eagle3pack.errors import ConflictError
+from eagle3pack.errors import ConflictError, InputError
 from eagle3pack.verify.context import Context
 from eagle3pack.verify.mend import write_mended_copy
 from eagle3pack.verify.report import examine
@@ -108,6 +108,15 @@ def test_the_source_is_untouched_and_out_is_not_overwritten(tmp_path: Path) -> N
     with pytest.raises(ConflictError):
         write_mended_copy(context, examination, tmp_path / "out")
     assert {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()} == before
+
+
+def test_a_shape_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+    draft = drafts.torchspec(num_attention_heads="16")  # its metadata can be mended
+    context, examination = examined(draft, tmp_path)
+
+    with pytest.raises(InputError, match="cannot be mended.*num_attention_heads"):
+        write_mended_copy(context, examination, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
