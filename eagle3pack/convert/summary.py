@@ -154,7 +154,12 @@ class Summary:
             return f"{value:.3f} nats{self._same_tokens() if name == 'logits_kl' else ''}"
         if not name.endswith("_kept_energy"):
             return f"{value:.2f} (mean over all heads; 0 is exact)"
-        return f"{value:.1%} (mean pooling: {self.quality[f'{name}_by_mean']:.1%})"
+        # The yardstick beside the figure: with another one, figures of two runs cannot be compared.
+        settings = self.plan.request.closed_form
+        yardstick = f"metric {settings.metric}"
+        if settings.max_distance is not None and name.startswith("k_"):
+            yardstick += f", distances up to {settings.max_distance:,}"
+        return f"{value:.1%} (mean pooling: {self.quality[f'{name}_by_mean']:.1%}; {yardstick})"
 
     def _same_tokens(self) -> str:
         shares = [share for name, share in self.quality.items() if name.startswith("same_token_at_step_")]
