@@ -111,10 +111,11 @@ def test_the_source_is_untouched_and_out_is_not_overwritten(tmp_path: Path) -> N
 
 
 def test_a_shape_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
-    draft = drafts.torchspec(num_attention_heads="16")  # its metadata can be mended
+    draft = drafts.torchspec()  # its metadata can be mended
+    draft.raw["num_attention_heads"] = "16"
     context, examination = examined(draft, tmp_path)
 
-    with pytest.raises(InputError, match="cannot be mended.*num_attention_heads"):
+    with pytest.raises(InputError, match=r"cannot be mended.*num_attention_heads"):
         write_mended_copy(context, examination, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
