@@ -37,6 +37,7 @@ from eagle3pack.publish.metadata import front_matter, require_valid_metadata, to
 from eagle3pack.publish.prose import bind_text
 from eagle3pack.publish.reports import smoke_runs
 from eagle3pack.publish.results import Group, group_results
+from eagle3pack.publish.target import is_local_copy, local_copies
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -191,6 +192,8 @@ def _context(
         "repo_id": repo_id,
         "target": settings.target["huggingface" if kind == "hf" else "modelscope"],
         "measured_target": first.target if first is not None else None,
+        "is_local_copy": first is not None and is_local_copy(first.target, inputs.settings),
+        "local_copies": local_copies(inputs.reports, inputs.settings),
         "reason": _given(inputs.reason) if inputs.reason else "",
         "unverified": _unverified(inputs),
         "shrink": bound(f"{facts.kv_cache_shrink.raw}x", facts.kv_cache_shrink)

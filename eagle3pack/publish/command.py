@@ -22,8 +22,9 @@ from eagle3pack.publish.hub import HUB_NAMES, Hub, HubKind
 from eagle3pack.publish.ledger import Document, read_document
 from eagle3pack.publish.plan import CARD, HubPlan, Wishes, plan_hub
 from eagle3pack.publish.receipt import Receipt, hub_templates
-from eagle3pack.publish.reports import Verdict, read_reports, require_target
+from eagle3pack.publish.reports import Verdict, read_reports
 from eagle3pack.publish.staging import Staged, stage
+from eagle3pack.publish.target import require_shape, require_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +258,8 @@ def _card_inputs(
         require_valid(read_json_object(path), "conversion", where=str(path))
         record = read_document(RECORD, path)
     reports, verdict = read_reports(options.report, draft.digest)
-    for report in reports:
-        require_target(report, declared)
+    require_shape(facts, declared)
+    require_target(reports, declared)
     if not reports and options.allow_unverified is None:
         raise UsageError("no report", hint="Give --report, as written by `eagle3pack verify`.")
     reason = (options.allow_unverified or "").strip()

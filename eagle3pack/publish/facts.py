@@ -36,6 +36,7 @@ def read_facts(folder: DraftFolder) -> Document:
         "dtypes": dtypes,
         "num_hidden_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,

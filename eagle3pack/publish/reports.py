@@ -6,7 +6,6 @@ where a run is quoted from elsewhere, its rates must agree with each other to th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -181,21 +180,3 @@ def _judge(reports: Sequence[Document], digest: str | None) -> Verdict:
         reasons = [str(report.root.smoke.reason.raw) for report in reports if report.root.smoke.reason.raw]
         unverified.append("no engine ran this draft" + (f" ({'; '.join(reasons)})" if reasons else ""))
     return Verdict("", tuple(unverified))
-
-
-def require_target(report: Document, settings: Document) -> None:
-    """Refuse a report on another target than the card names; a path says nothing of its name.
-
-    Raises:
-        InputError: the names differ.
-    """
-    names = {str(name).casefold() for name in settings.value["target"].values()}
-    stated = [report.root.target.id.raw, *(run.target.id.raw for run in report.root.smoke.runs)]
-    for name in filter(None, stated):
-        bare = re.sub(r"^(?:hf|ms):|@[^@]*$", "", str(name)).casefold()
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", bare) and bare not in names and not Path(name).exists():
-            raise InputError(
-                f"is about the target {name}, but publish.yaml names {', '.join(sorted(names))}",
-                where=report.name,
-                hint="Write the names of the target that was measured.",
-            )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eagle3pack.errors import InputError
 from eagle3pack.publish.ledger import Document, json_document
-from eagle3pack.publish.reports import Verdict, check_run, read_reports, require_target
+from eagle3pack.publish.reports import Verdict, check_run, read_reports
 from tests.publish import inputs
 from tests.tiny import write_draft
 
@@ -167,23 +167,3 @@ def test_a_pass_with_a_failed_check_is_refused(folder: Path, tmp_path: Path) -> 
 def test_a_smoke_test_that_did_not_pass(folder: Path, tmp_path: Path, status: str) -> None:
     document = inputs.report(folder, [], smoke={"status": status, "reason": "no GPU", "runs": []})
     assert "no GPU" in "".join(judge(folder, tmp_path, document).unverified)
-
-
-@pytest.mark.parametrize("target", ["org/target", "hf:Org/Target", "hf:org/target@abc", "ms:org/target-ms"])
-def test_the_target_is_the_one_on_the_card(target: str) -> None:
-    require_target(_report_on(target), _settings())
-
-
-def test_another_target_is_refused() -> None:
-    with pytest.raises(InputError, match="org/other"):
-        require_target(_report_on("hf:org/other"), _settings())
-
-
-def _report_on(target: str) -> Document:
-    value = {"target": {"id": target}, "smoke": {"runs": []}}
-    return Document("report.json", "0" * 64, value)
-
-
-def _settings() -> Document:
-    names = {"huggingface": "org/target", "modelscope": "org/target-ms"}
-    return Document("publish.yaml", "0" * 64, {"target": names})
