@@ -61,6 +61,7 @@ class CardInputs:
         record: eagle3pack.json, if the draft has one.
         unverified: what is missing in the verification.
         reason: why it is published all the same; "" where nothing is missing.
+        draws_chart: a chart can be drawn; where publish.yaml asks for one, it must be.
     """
 
     facts: Document
@@ -69,12 +70,17 @@ class CardInputs:
     record: Document | None = None
     unverified: tuple[str, ...] = ()
     reason: str = ""
+    draws_chart: bool = True
+
+    @property
+    def has_rates(self) -> bool:
+        """There is something to draw."""
+        return any(run.per_position_accept_rate for run in smoke_runs(self.reports))
 
     @property
     def has_chart(self) -> bool:
         """The card shows a chart: there are rates by position, and publish.yaml does not decline it."""
-        rates = any(run.per_position_accept_rate for run in smoke_runs(self.reports))
-        return rates and self.settings.value.get("chart", True) is not False
+        return self.has_rates and bool(self.settings.value.get("chart", self.draws_chart))
 
     def digest(self, kind: HubKind, repo_id: str, languages: Sequence[str]) -> str:
         """One digest of all of it."""

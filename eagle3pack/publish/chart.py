@@ -6,6 +6,7 @@ on the values and on matplotlib's version alone: no date, no random ids.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Sequence
 
@@ -15,6 +16,11 @@ from eagle3pack.publish.ledger import Node
 INK, GROUND, GRID = "#1f2430", "#fbfbf9", "#d9dbe0"
 COLOURS = ("#0b62a4", "#b4501e", "#2f7d4f", "#7a3e9d", "#8a6d00", "#a3264a")  # told apart in grey, too
 MARKERS = "osD^vP"
+
+
+def can_draw() -> bool:
+    """matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_chart(runs: Sequence[Node]) -> bytes:
@@ -29,7 +35,7 @@ def draw_chart(runs: Sequence[Node]) -> bytes:
     except ImportError:
         raise UsageError(
             "the card's chart needs matplotlib",
-            hint="pip install 'eagle3pack[chart]', or write chart: false in publish.yaml.",
+            hint="pip install 'eagle3pack[chart]', or take chart: true out of publish.yaml.",
         ) from None
     with matplotlib.rc_context({"svg.hashsalt": "eagle3pack", "svg.fonttype": "none", "font.size": 10}):
         figure = Figure(figsize=(6.4, 3.4), facecolor=GROUND, layout="constrained")

@@ -6,14 +6,15 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from eagle3pack.documents import read_json_object, require_valid
 from eagle3pack.errors import Eagle3PackError, InputError, TransportError, UsageError
 from eagle3pack.publish import licenses, settings
-from eagle3pack.publish.card import LANGUAGES, CardInputs
+from eagle3pack.publish.card import LANGUAGES, Card, CardInputs, render_card
+from eagle3pack.publish.chart import can_draw
 from eagle3pack.publish.conversion import RECORD
 from eagle3pack.publish.facts import read_facts
 from eagle3pack.publish.flow import Progress, Say, publish_everywhere
@@ -118,7 +119,16 @@ def run_publish(folder: Path, options: PublishOptions, around: Surroundings) -> 
     with _staging_folder(options.render_to) as root:
         staged = stage(root, draft, inputs, beside, destinations, languages)
         if options.check_card:
-            return _compare_card(folder, staged)
+            cards = [(each.kind, each.card) for each in staged]
+            if "chart" not in declared.value and inputs.has_rates:  # drawn or not where it was published
+                other = replace(inputs, draws_chart=not inputs.draws_chart)
+                cards += [(kind, render_card(other, kind, name, languages)) for kind, name in destinations]
+            return _compare_card(folder, cards)
+        if inputs.has_rates and "chart" not in declared.value and not inputs.draws_chart:
+            around.warn(
+                "the card has no chart: matplotlib is not installed (pip install 'eagle3pack[chart]'); "
+                "chart: false in publish.yaml silences this"
+            )
         _tell_what_shows(draft, inputs, around)
         result = PublishResult(document=_describe(draft, staged, options))
         if options.offline:
@@ -271,7 +281,7 @@ def _card_inputs(
         )
     if not verdict.unverified:
         reason = ""
-    return CardInputs(facts, declared, reports, record, verdict.unverified, reason), verdict
+    return CardInputs(facts, declared, reports, record, verdict.unverified, reason, can_draw()), verdict
 
 
 @contextmanager
@@ -283,8 +293,8 @@ def _staging_folder(wanted: Path | None) -> Iterator[Path]:
         yield Path(root)
 
 
-def _compare_card(folder: Path, staged: Sequence[Staged]) -> PublishResult:
-    """Hold the README in the folder against what would be rendered.
+def _compare_card(folder: Path, cards: Sequence[tuple[HubKind, Card]]) -> PublishResult:
+    """Hold the README in the folder against what would be rendered, the likeliest first.
 
     Raises:
         InputError: they differ.
@@ -294,13 +304,13 @@ def _compare_card(folder: Path, staged: Sequence[Staged]) -> PublishResult:
         found = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    for each in staged:
-        if found == each.card.text.encode("utf-8"):
+    for kind, card in cards:
+        if found == card.text.encode("utf-8"):
             return PublishResult(
-                [f"{path} is what {HUB_NAMES[each.kind]} gets from these inputs"],
-                {"card": CARD, "same": True, "hub": each.kind},
+                [f"{path} is what {HUB_NAMES[kind]} gets from these inputs"],
+                {"card": CARD, "same": True, "hub": kind},
             )
-    want = staged[0].card.text.splitlines()
+    want = cards[0][1].text.splitlines()
     have = found.decode("utf-8", errors="replace").splitlines()
     line = next((i for i, pair in enumerate(zip(have, want, strict=False)) if pair[0] != pair[1]), None)
     if line is None:

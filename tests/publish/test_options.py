@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from eagle3pack.errors import UsageError
+from eagle3pack.publish import command
 from tests.publish import inputs
 from tests.publish.conftest import HF, Place
 
@@ -103,3 +111,49 @@ def test_secrets_beside_the_draft_are_refused_too(place: Place, name: str) -> No
     outcome = place.publish(to=(HF,))
     assert outcome.code == 3 and name in outcome.stderr and secret not in outcome.stderr
     assert not place.hf.log
+
+
+class TestWithoutMatplotlib:
+    """The chart is left out, which is said, unless publish.yaml asks for it."""
+
+    @pytest.fixture(autouse=True)
+    def without(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(command, "can_draw", lambda: False)
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.chdir(place.root)
+
+    def publish(self, chart: str, **options: Any) -> list[str]:
+        Path("publish.yaml").write_text(inputs.SETTINGS.replace("chart: false\n", chart))
+        said: list[str] = []
+        around = command.Surroundings(
+            say=said.append,
+            warn=said.append,
+            progress=lambda label, total: nullcontext(lambda count: None),
+            confirm=None,
+            format_bytes=str,
+        )
+        asked = command.PublishOptions((HF,), (Path("report.json"),), dry_run=True, offline=True)
+        command.run_publish(Path("draft"), replace(asked, **options), around)
+        return said
+
+    def test_the_card_has_none_and_that_is_said(self) -> None:
+        said = self.publish("", render_to=Path("cards"))
+        assert "no chart: matplotlib is not installed" in "".join(said)
+        assert "acceptance.svg" not in Path("cards/hf/README.md").read_text()
+        assert not Path("cards/hf/acceptance.svg").exists()
+
+    def test_a_chart_that_was_asked_for_is_an_error(self) -> None:
+        with pytest.raises(UsageError, match="matplotlib"):
+            self.publish("chart: true\n")
+
+    @pytest.mark.parametrize("drawn", [True, False])
+    def test_a_card_from_a_machine_with_it_is_still_ours(self, place: Place, drawn: bool) -> None:
+        Path("publish.yaml").write_text(inputs.SETTINGS.replace("chart: false\n", ""))
+        if drawn:
+            assert place.publish("--dry-run", "--offline", "--render-to", "cards", to=(HF,)).code == 0
+            assert "acceptance.svg" in Path("cards/hf/README.md").read_text()
+        else:
+            self.publish("", render_to=Path("cards"))
+        Path("draft/README.md").write_bytes(Path("cards/hf/README.md").read_bytes())
+        self.publish("", dry_run=False, check_card=True)
+        assert place.publish("--check-card", to=(HF,)).code == 0
