@@ -27,6 +27,11 @@ def is_verbose() -> bool:
     return _verbosity >= 1
 
 
+def is_quiet() -> bool:
+    """Whether the user asked for errors alone."""
+    return _verbosity < 0
+
+
 def say(text: str = "") -> None:
     """Tell the user something, unless they asked for quiet."""
     if _verbosity >= 0:

@@ -31,7 +31,11 @@ _OPTIONS = (
     click.option("--vllm-command", metavar="CMD", help="What starts vLLM, if not `vllm` on PATH."),
     click.option("--endpoint", metavar="URL", help="A vLLM server that runs already."),
     click.option("--device", metavar="DEVICE", help="Of the reference engine: cpu, cuda, cuda:1."),
-    click.option("--dtype", metavar="DTYPE", help="What the engine computes in: bfloat16, float16, float32."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+        help="What the engine computes in.",
+    ),
     click.option(
         "--num-speculative-tokens", type=click.IntRange(1, 32), default=3, show_default=True, metavar="K"
     ),
@@ -72,7 +76,8 @@ _OPTIONS = (
         "engine_args",
         multiple=True,
         metavar="KEY=VALUE",
-        help="vLLM: any other option; speculative-config.KEY=VALUE for the draft's. Repeatable.",
+        help="vLLM: any other option, KEY= for a flag; speculative-config.KEY=VALUE for the draft's. "
+        "Repeatable.",
     ),
     click.option(
         "--start-timeout",
@@ -124,20 +129,14 @@ def take_smoke_options(
         report: where the report goes; vLLM's log goes beside it unless --engine-log says otherwise.
 
     Raises:
-        UsageError: options that contradict each other.
+        UsageError: an --engine-arg that may not be set.
         InputError, TransportError, ...: --against names a draft that is not there.
     """
-    from eagle3pack.errors import UsageError
     from eagle3pack.sources import resolve_source
     from eagle3pack.verify.smoke.launch import EngineOptions, parse_engine_args
     from eagle3pack.verify.smoke.options import SmokeOptions
     from eagle3pack.verify.smoke.vllm import Limits
 
-    for option, needs in (("min_retention", "against"), ("min_agreement", "baseline")):
-        if given[option] is not None and not given[needs]:
-            raise UsageError(f"needs --{needs}", where=f"--{option.replace('_', '-')}")
-    if given["endpoint"] and given["vllm_command"]:
-        raise UsageError("starts a server, --endpoint names one that runs", where="--vllm-command")
     against = given["against"]
     log = given["engine_log"] or (report.with_suffix(".vllm.log") if report else None)
     return SmokeOptions(

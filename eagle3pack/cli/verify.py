@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eagle3pack.verify.command import Verified
+    from eagle3pack.verify.smoke.options import SmokeOptions
 
 CHECK_FAILED = 3
+_TYPED = click.core.ParameterSource.COMMANDLINE
 
 
 @click.command()
@@ -63,19 +66,24 @@ def verify(
 
     gc.enable()
     _require_outputs(source, options["target"], smoke, report)
+    asked = _ask(click_context, smoke, options, report)
     verified = run_verify(source, VerifyOptions(**options), say=console.say, progress=console.progress)
     if not as_json:
-        console.print_result(verified.text(verbose=console.is_verbose()))
+        console.print_result(verified.text(verbose=console.is_verbose(), quiet=console.is_quiet()))
     if options["fix"]:
         write_mended(verified, options["fix"], say=console.say)
-    section, figures = _smoke_test(verified, smoke, report)
-    document = verified.report(smoke=section, smoke_passed=section["status"] != "failed")
+    outcome = _smoke_test(verified, smoke, asked)
+    document = verified.report(smoke=outcome.section, smoke_passed=outcome.passed)
     if report is not None:
         write_report(document, report)
     if as_json:
         console.print_json(document)
+        if not outcome.passed:
+            console.fail(outcome.verdict)
     else:
-        console.print_result(figures)
+        if outcome.figures and not console.is_quiet():
+            console.print_result(outcome.figures)
+        console.print_result(outcome.verdict)
     click_context.exit(0 if document["passed"] else CHECK_FAILED)
 
 
@@ -90,24 +98,63 @@ def _require_outputs(source: str, target: str | None, smoke: dict[str, Any], rep
         require_log_path(smoke["engine_log"], models)
 
 
-def _smoke_test(verified: Verified, given: dict[str, Any], report: Path | None) -> tuple[dict[str, Any], str]:
-    """Run the draft in an engine, where there is reason and way to.
+def _ask(
+    click_context: click.Context, given: dict[str, Any], options: dict[str, Any], report: Path | None
+) -> SmokeOptions | None:
+    """Make sense of the smoke test's options before the draft is read: a mistake in them is told at once.
 
     Returns:
-        The report's section, and the text for a person.
+        None for a --quick without a word about the smoke test, which does not pay for its imports.
     """
-    reason = verified.why_no_smoke_test(given["engine"])
-    if reason:
-        return {"status": "not_run", "reason": reason, "runs": []}, f"smoke test not run: {reason}"
+    typed = {name for name in given if click_context.get_parameter_source(name) is _TYPED}
+    if options["quick"] and not typed:
+        return None
+    from eagle3pack.verify.smoke.questions import load_questions
+    from eagle3pack.verify.smoke.request import ignored_options, require_possible, runs_vllm
+
+    require_possible(given, quick=options["quick"], target=options["target"])
+    asked = take_smoke_options(given, tensor_parallel_size=options["tensor_parallel_size"], report=report)
+    load_questions(asked)
+    if given["device"] and given["engine"] != "none" and not runs_vllm(given):
+        from eagle3pack.verify.smoke.reference import require_device
+
+        require_device(given["device"])
+    if ignored := ignored_options(given):
+        whose = "the reference engine" if runs_vllm(given) else "vLLM, which does not run"
+        console.say(f"ignored, since for {whose}: {', '.join(ignored)}")
+    return asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Smoke:
+    """What became of the smoke test: the report's section, the same for a person, and whether it may pass."""
+
+    section: dict[str, Any]
+    figures: str
+    verdict: str
+    passed: bool
+
+
+def _smoke_test(verified: Verified, given: dict[str, Any], asked: SmokeOptions | None) -> _Smoke:
+    """Run the draft in an engine, where there is reason and way to."""
+    from eagle3pack.verify.smoke.request import asked_runs, engine_named
+
+    reason = verified.why_no_smoke_test(given["engine"], named=engine_named(given))
+    if reason or asked is None:
+        return _not_run(reason, asked_runs(given))
     from eagle3pack.verify.smoke.run import run_smoke
 
-    size = verified.context.options.tensor_parallel_size
-    options = take_smoke_options(given, tensor_parallel_size=size, report=report)
-    result = run_smoke(options, verified.subject(), say=console.say, progress=console.progress)
-    verdict = {
-        "passed": "smoke test passed",
-        "failed": "smoke test failed: ",
-        "not_run": "smoke test not run: ",
-    }
-    lines = [result.text, verdict[result.status] + result.reason, result.hint and f"  {result.hint}"]
-    return result.section, "\n".join(line for line in lines if line)
+    result = run_smoke(asked, verified.subject(), say=console.say, progress=console.progress)
+    if result.status == "not_run":
+        return _not_run(result.reason, asked_runs(given))
+    verdict = "smoke test passed" if result.status == "passed" else f"smoke test failed: {result.reason}"
+    verdict += f"\n  {result.hint}" if result.hint else ""
+    return _Smoke(result.section, result.text, verdict, result.status == "passed")
+
+
+def _not_run(reason: str, asked: list[str]) -> _Smoke:
+    """A run that nobody insisted on may be left out; one with a gate on it may not."""
+    if asked:
+        reason = f"{reason}; asked for and not done: {', '.join(asked)}"
+    section = {"status": "not_run", "reason": reason, "runs": []}
+    return _Smoke(section, "", f"smoke test not run: {reason}", not asked)

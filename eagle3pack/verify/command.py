@@ -62,11 +62,16 @@ class Verified:
         """No check of the static part failed that counts."""
         return self.examination.passes(strict=self.strict)
 
-    def why_no_smoke_test(self, engine: str) -> str:
-        """Why a smoke test is out of place; "" where it is not."""
+    def why_no_smoke_test(self, engine: str, *, named: bool) -> str:
+        """Why a smoke test is out of place; "" where it is not.
+
+        Args:
+            engine: the value of --engine.
+            named: the user named an engine, by that or by another option.
+        """
         if engine == "none":
             return "--engine none"
-        if self.context.options.quick and engine == "auto":
+        if self.context.options.quick and not named:
             return "--quick runs no engine unless --engine names one"
         if self.context.files.pickles and not self.context.files.used:
             return "engines are given safetensors weights only (F03)"
@@ -101,9 +106,9 @@ class Verified:
             **smoke,
         )
 
-    def text(self, *, verbose: bool = False) -> str:
-        """The same for a person."""
-        return render(self.context, self.examination, source=self.source_text, verbose=verbose)
+    def text(self, *, verbose: bool = False, quiet: bool = False) -> str:
+        """The same for a person; quiet: errors and the verdict alone."""
+        return render(self.context, self.examination, source=self.source_text, verbose=verbose, quiet=quiet)
 
 
 def parse_engines(text: str | None) -> tuple[tuple[Engine, ...], bool]:

@@ -14,20 +14,32 @@ _SHOWN_FINDINGS = 5  # of one check; a wrong prefix or a NaN draft has one for e
 _MARKS: dict[Severity, str] = {"error": "ERROR", "warning": "WARN ", "note": "note "}
 
 
-def render(context: Context, examination: Examination, *, source: str, verbose: bool = False) -> str:
-    """The whole text, without a final newline."""
+def render(
+    context: Context, examination: Examination, *, source: str, verbose: bool = False, quiet: bool = False
+) -> str:
+    """The whole text, without a final newline.
+
+    Args:
+        context: the draft and its target.
+        examination: the answers.
+        source: the draft as the user named it.
+        verbose: notes and checks without an answer too.
+        quiet: errors and the verdict alone.
+    """
     lines = [f"{source}{_against(context)}", ""]
-    for severity in ("error", "warning", "note"):
+    severities: tuple[Severity, ...] = ("error", "warning", "note")
+    shown = severities[: 1 if quiet else 3 if verbose else 2]
+    for severity in shown:
         for family, outcomes in examination.outcomes.items():
             chosen = [o for o in outcomes if o.status == "failed" and o.severity == severity]
-            if chosen and (severity != "note" or verbose):
+            if chosen:
                 lines.append(family)
                 for outcome in chosen:
-                    lines += _failed(outcome)
+                    lines += _failed(outcome, shown)
                 lines.append("")
     if verbose:
         lines += _unanswered(examination)
-    if examination.facts is not None:
+    if examination.facts is not None and not quiet:
         lines += ["to serve it", *_facts(context, examination.facts), ""]
     lines += _verdict(context, examination, verbose=verbose)
     return printable("\n".join(lines))
@@ -37,19 +49,21 @@ def _against(context: Context) -> str:
     if not context.has_target:
         return ""
     target = context.target
-    shape = f"{target.num_hidden_layers} layers, hidden {target.hidden_size}, vocabulary {target.vocab_size}"
+    layers = _count(target.num_hidden_layers, "layer")
+    shape = f"{layers}, hidden {target.hidden_size}, vocabulary {target.vocab_size}"
     return f" for {target.name} ({shape}{', bundled shape' if target.bundled else ''})"
 
 
-def _failed(outcome: Outcome) -> Iterator[str]:
-    shown = outcome.findings[:_SHOWN_FINDINGS]
+def _failed(outcome: Outcome, severities: tuple[Severity, ...]) -> Iterator[str]:
+    findings = [finding for finding in outcome.findings if finding.severity in severities]
+    shown = findings[:_SHOWN_FINDINGS]
     for finding in shown:
         yield f"  {_MARKS[finding.severity or 'error']} {outcome.check.id}  {finding.message}"
         yield f"             {_fix(finding)}"
         if finding.producer_bug:
             yield f"             known: {finding.producer_bug}"
-    if len(outcome.findings) > len(shown):
-        yield f"             and {len(outcome.findings) - len(shown)} more of the same"
+    if len(findings) > len(shown):
+        yield f"             and {len(findings) - len(shown)} more of the same"
 
 
 def _fix(finding: Finding) -> str:
@@ -94,12 +108,17 @@ def _facts(context: Context, facts: ServingFacts) -> Iterator[str]:
 
 
 def _verdict(context: Context, examination: Examination, *, verbose: bool) -> Iterator[str]:
+    found = [finding.severity for outcome in examination.all for finding in outcome.findings]
     counts = summary(examination.all)
+    failed = counts["errors"] + counts["warnings"] + counts["notes"]
     unanswered = counts["not_decided"] + counts["not_run"]
+    severities: tuple[Severity, ...] = ("error", "warning", "note")
     yield (
-        f"{_count(counts['errors'], 'error')}, {_count(counts['warnings'], 'warning')}, "
-        f"{_count(counts['notes'], 'note')}; {counts['passed']} checks passed, {unanswered} without an answer"
-        + ("" if verbose or not (unanswered or counts["notes"]) else " (-v shows them)")
+        ", ".join(_count(found.count(severity), severity) for severity in severities)
+        + (f" in {failed} of {_count(len(examination.all), 'check')}" if failed else "")
+        + f"; {counts['passed']} passed, {unanswered} without an answer, "
+        f"{counts['not_applicable']} not applicable"
+        + ("" if verbose or not (unanswered or "note" in found) else " (-v shows more)")
     )
     if not context.has_target:
         yield "Without --target the draft was not held against its target."

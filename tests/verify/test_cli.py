@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from eagle3pack import console
 from eagle3pack.cli.verify import verify
 from eagle3pack.documents import schema_problems
 from eagle3pack.errors import UsageError
@@ -113,6 +115,41 @@ def test_strict_counts_warnings(tmp_path: Path, target: str) -> None:
     assert run(folder, "--target", target, "--quick").exit_code == 0
     code, report = run_json(folder, "--target", target, "--quick", "--strict")
     assert (code, report["passed"], report["strict"]) == (3, False, True)
+
+
+def test_the_counts_are_those_of_the_lines(tmp_path: Path, target: str) -> None:
+    folder = faults.model_prefix().write(tmp_path / "draft")
+    result = run(folder, "--target", target, "--engine", "none", "-v")
+    verdict = next(line for line in result.stdout.splitlines() if " passed, " in line)
+    counts = [int(number) for number in re.findall(r"\d+", verdict)]
+    errors, warnings, notes, failed, checks, *others = counts
+
+    more = sum(map(int, re.findall(r"and (\d+) more of the same", result.stdout)))
+    shown = len(re.findall(r"^  (?:ERROR|WARN |note ) [A-Z]\d\d", result.stdout, re.MULTILINE))
+    assert errors + warnings + notes == shown + more
+    assert failed + sum(others) == checks
+
+
+def test_quiet_leaves_errors_and_the_verdict(tmp_path: Path, target: str) -> None:
+    draft = faults.mha_weights()
+    draft.metadata = {}  # a warning
+    folder = draft.write(tmp_path / "draft")
+    loud, quiet = (run(folder, "--target", target, *option) for option in ((), ("-q",)))
+    console.set_verbosity(0)
+
+    assert "WARN  F06" in loud.stdout and "to serve it" in loud.stdout
+    assert "ERROR C10" in quiet.stdout and "smoke test not run" in quiet.stdout
+    assert "WARN" not in quiet.stdout and "to serve it" not in quiet.stdout
+    assert (loud.exit_code, quiet.exit_code) == (3, 3)
+
+
+def test_of_quiet_and_verbose_the_last_counts(tmp_path: Path) -> None:
+    folder = faults.no_format().write(tmp_path / "draft")
+    verbose, quiet = (run(folder, "--quick", *options) for options in (("-q", "-v"), ("-v", "-q")))
+    console.set_verbosity(0)
+
+    assert "without an answer\n" in verbose.stdout
+    assert "WARN" not in quiet.stdout
 
 
 def test_engines_decide_what_is_an_error(tmp_path: Path, target: str) -> None:

@@ -68,16 +68,7 @@ def find_vllm(command: str | None) -> Installation:
     Raises:
         UsageError: there is none.
     """
-    words = shlex.split(command) if command else ["vllm"]
-    path = shutil.which(words[0]) if words else None
-    if path is None:
-        where = "--vllm-command" if command else "PATH"
-        raise UsageError(
-            f"no executable {words[0] if words else ''!r} found" if command else "no vllm found",
-            where=where,
-            hint="Install vLLM, name one in another environment with --vllm-command, "
-            "give the --endpoint of a running server, or use --engine reference.",
-        )
+    path, words = find_program(command)
     program = (path, *words[1:])
     interpreter = _interpreter(Path(path))
     facts = _probe(interpreter) if interpreter and len(words) == 1 else None
@@ -105,6 +96,27 @@ def find_vllm(command: str | None) -> Installation:
         counts_requests=bool(facts["per_request"]),
         notes=notes,
     )
+
+
+def find_program(command: str | None) -> tuple[str, list[str]]:
+    """The program that a command begins with, and the command's words.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        words = shlex.split(command) if command else ["vllm"]
+    except ValueError as error:
+        raise UsageError(f"cannot be read ({error})", where=f"--vllm-command {command}") from None
+    path = shutil.which(words[0]) if words else None
+    if path is None:
+        raise UsageError(
+            f"no executable {words[0] if words else ''!r} found" if command else "vllm is not on PATH",
+            where="--vllm-command" if command else "",
+            hint="Install vLLM, name one in another environment with --vllm-command, "
+            "give the --endpoint of a running server, or use --engine reference.",
+        )
+    return path, words
 
 
 def visible_gpus() -> int | None:

@@ -65,20 +65,20 @@ class Launch:
 
 
 def parse_engine_args(texts: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Read KEY=VALUE, or KEY alone for a flag, as --engine-arg takes them.
+    """Read KEY=VALUE, or KEY= for a flag, as --engine-arg takes them.
 
     Raises:
-        UsageError: no key, or one that eagle3pack sets itself.
+        UsageError: no key, no equals sign, or a key that eagle3pack sets itself.
     """
     pairs = []
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip().lstrip("-").replace("_", "-") if not key.startswith(_DRAFT_PREFIX) else key
-        if not key:
-            raise UsageError("must be KEY=VALUE, or KEY for a flag", where=f"--engine-arg {text}")
+        if not key or not equals:
+            raise UsageError("must be KEY=VALUE, or KEY= for a flag", where=f"--engine-arg {text}")
         if key in _OURS:
             raise UsageError(f"is set by {_OURS[key]}", where=f"--engine-arg {text}")
-        pairs.append((key, value if equals else None))
+        pairs.append((key, value or None))
     return tuple(pairs)
 
 

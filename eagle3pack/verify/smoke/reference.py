@@ -37,7 +37,7 @@ class SharedTarget:
 
     def __init__(self, folder: Path, *, dtype: str | None, device: str | None) -> None:
         self.folder = folder
-        self.device = _device(device)
+        self.device = require_device(device)
         if dtype is not None and dtype not in (*_DTYPES, "auto"):
             raise UsageError(f"{dtype} is none of auto, {', '.join(_DTYPES)}", where="--dtype")
         self._dtype = dtype or ("float32" if self.device.type == "cpu" else "auto")
@@ -170,7 +170,12 @@ class ReferenceEngine:
         ]
 
 
-def _device(name: str | None) -> torch.device:
+def require_device(name: str | None) -> torch.device:
+    """The device of that name; a GPU where there is one for None.
+
+    Raises:
+        UsageError: PyTorch knows no such device, or this machine has none.
+    """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

@@ -46,7 +46,7 @@ def test_the_script_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_vllm_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="PATH: no vllm found") as caught:
+    with pytest.raises(UsageError, match="vllm is not on PATH") as caught:
         find_vllm(None)
     assert "--vllm-command" in caught.value.hint
     assert caught.value.exit_code == 2

@@ -66,7 +66,7 @@ def test_everything_is_passed_on() -> None:
     extra = parse_engine_args(
         [
             "gpu-memory-utilization=0.5",
-            "--enable_expert_parallel",
+            "--enable_expert_parallel=",
             "speculative-config.draft_tensor_parallel_size=1",
             "speculative-config.attention_backend=FLASH_ATTN",
         ]
@@ -101,7 +101,15 @@ def test_repositories_are_left_to_vllm() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["port=1", "model=x", "tensor_parallel_size=2", "--speculative-config={}", "=1"]
+    "text",
+    [
+        "port=1",
+        "model=x",
+        "tensor_parallel_size=2",
+        "--speculative-config={}",
+        "=1",
+        "enable-expert-parallel",
+    ],
 )
 def test_what_is_ours_may_not_be_set(text: str) -> None:
     with pytest.raises(UsageError, match="--engine-arg"):
