@@ -33,8 +33,13 @@ def _headline(run: Mapping[str, Any]) -> str:
         words.append(f"TP {run['tensor_parallel_size']}")
     words += [word for word in (engine["device"], run["target"]["dtype"]) if word]
     words.append(f"k = {run['num_speculative_tokens']}")
-    words.append(f"{dataset['name']}: {dataset['n_prompts']} prompts, {dataset['n_requests']} answers")
+    prompts, answers = _count(dataset["n_prompts"], "prompt"), _count(dataset["n_requests"], "answer")
+    words.append(f"{dataset['name']}: {prompts}, {answers}")
     return "smoke test  " + " · ".join(words)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _figures(run: Mapping[str, Any]) -> list[str]:

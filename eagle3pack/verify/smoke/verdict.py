@@ -7,6 +7,8 @@ from typing import Any
 
 from eagle3pack.verify.smoke.options import SmokeOptions
 
+_TELLING_DRAFTS = 50  # a draft that works has a token accepted long before
+
 # In the order in which they turned out to be the cause in public issues.
 LIKELY_CAUSES = (
     "auxiliary layers: other ids, or counted in another way, than in training (checks A01 to A05)",
@@ -35,6 +37,11 @@ def _acceptance(run: Mapping[str, Any], options: SmokeOptions) -> list[str]:
     length = run["mean_accepted_length"]
     if length is None:
         return ["nothing was drafted: every answer ended before a draft, or the engine does not use it"]
+    if not run["accepted_tokens"] and run["drafts"] < _TELLING_DRAFTS:
+        return [
+            f"no draft token was accepted, but only {run['drafts']} drafts were made: too few to tell. "
+            "Ask more: more prompts (--limit) or longer answers (--max-tokens)"
+        ]
     if not run["accepted_tokens"]:
         causes = "".join(f"\n  {number}. {cause}" for number, cause in enumerate(LIKELY_CAUSES, 1))
         return [
