@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3pack.documents import read_json_object, require_valid
+from eagle3pack.documents import read_json_object
 from eagle3pack.errors import Eagle3PackError, InputError, TransportError, UsageError
 from eagle3pack.publish import licenses, settings
 from eagle3pack.publish.card import LANGUAGES, Card, CardInputs, render_card
@@ -23,7 +23,7 @@ from eagle3pack.publish.hub import HUB_NAMES, Hub, HubKind
 from eagle3pack.publish.ledger import Document, read_document
 from eagle3pack.publish.plan import CARD, HubPlan, Wishes, plan_hub
 from eagle3pack.publish.receipt import Receipt, hub_templates
-from eagle3pack.publish.reports import Verdict, read_reports
+from eagle3pack.publish.reports import Verdict, read_reports, require_written
 from eagle3pack.publish.staging import Staged, stage
 from eagle3pack.publish.target import require_shape, require_target
 
@@ -265,7 +265,7 @@ def _card_inputs(
     facts = read_facts(draft)
     record = None
     if (path := draft.path / RECORD).is_file():
-        require_valid(read_json_object(path), "conversion", where=str(path))
+        require_written(read_json_object(path), "conversion", where=str(path), by="convert")
         record = read_document(RECORD, path)
     reports, verdict = read_reports(options.report, draft.digest)
     require_shape(facts, declared)

@@ -107,6 +107,19 @@ def metadata_problems(meta: Mapping[str, Any], kind: HubKind, card: str = "") ->
     return problems
 
 
+def declared_problems(given: Mapping[str, Any]) -> list[str]:
+    """What no hub would take of publish.yaml; values of a wrong type are passed over."""
+    problems = _license_problems(given, "hf") if isinstance(given.get("license"), str) else []
+    if given.get("license_name") and given.get("license") != "other":
+        problems.append("license_name goes with license: other alone; a hub would not show it")
+    target = given.get("target")
+    for hub in ("huggingface", "modelscope"):
+        name = target.get(hub) if isinstance(target, dict) else None
+        if isinstance(name, str) and not HUB_ID.fullmatch(name):
+            problems.append(f"target.{hub}: {name!r} is no ORG/NAME of a hub")
+    return problems
+
+
 def require_valid_metadata(meta: Mapping[str, Any], kind: HubKind, card: str) -> None:
     """Refuse a card that its hub would refuse.
 

@@ -6,13 +6,13 @@ where a run is quoted from elsewhere, its rates must agree with each other to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from eagle3pack.documents import read_json_object, require_valid
+from eagle3pack.documents import read_json_object, schema_problems
 from eagle3pack.errors import InputError
 from eagle3pack.publish.ledger import Document, Node, read_document
 
@@ -44,11 +44,25 @@ def read_reports(paths: Sequence[Path], digest: str | None) -> tuple[tuple[Docum
     """
     documents = []
     for i, path in enumerate(paths):
-        require_valid(read_json_object(path), "report", where=str(path))
+        require_written(read_json_object(path), "report", where=str(path), by="verify")
         document = read_document("report.json" if i == 0 else f"report-{i + 1}.json", path)
         check_report(document, digest, where=str(path))
         documents.append(document)
     return tuple(documents), _judge(documents, digest)
+
+
+def require_written(document: Mapping[str, Any], schema: str, *, where: str, by: str) -> None:
+    """Refuse a document that our own command cannot have written.
+
+    Raises:
+        InputError: it breaks its schema.
+    """
+    for problem in schema_problems(document, schema):
+        raise InputError(
+            f"{problem.path or 'the document'}: {problem.message}",
+            where=where,
+            hint=f"Give the file as `eagle3pack {by}` wrote it.",
+        )
 
 
 def smoke_runs(reports: Sequence[Document]) -> list[Node]:
