@@ -154,7 +154,9 @@ def _publish(
         around.say(plan.as_text(around.format_bytes))
     result.document["hubs"] = [plan.as_json() for plan in plans]
     if failed and not plans:
-        raise failed[0][1]
+        raise TransportError(
+            "; ".join(f"{name}: {error}" for name, error in failed), hint=_when_to_plan(options)
+        )
     for name, error in failed:
         around.warn(f"{name}: {error}")
     if options.dry_run:
@@ -196,6 +198,11 @@ def _plan(
         except TransportError as error:
             failed.append((HUB_NAMES[each.kind], error))
     return plans, failed
+
+
+def _when_to_plan(options: PublishOptions) -> str:
+    again = "Run it again with a network" + (", or add --offline to render alone" if options.dry_run else "")
+    return f"{again}; nothing was sent."
 
 
 def _connect(kind: HubKind, repo_id: str, options: PublishOptions, around: Surroundings) -> Hub:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 300.0
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 TRANSPORT_ERRORS = frozenset({"TransportError", "TimeoutException", "RemoteProtocolError", "ConnectError"})
+NO_CONNECTION = frozenset({"ConnectError", "ConnectTimeout", "ProxyError"})
 XET_HINT = "If the Xet storage cannot be reached from here, set HF_HUB_DISABLE_XET=1 and run again."
 AGAIN = "Run the same command again: what is there is not sent twice."
 LOGIN_HINT = "Run `hf auth login`, or set HF_TOKEN to a token with write access."
@@ -221,7 +222,8 @@ def explain(error: BaseException, doing: str) -> Eagle3PackError | None:
     names = {kind.__name__ for kind in type(error).__mro__}
     modules = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
     text = redact(str(error)).strip().splitlines()
-    said = f"{doing} failed: {text[0] if text else type(error).__name__}"
+    reason = text[0] if text else type(error).__name__
+    said = f"{doing} failed: {reason}"
     if "HfHubHTTPError" in names:
         return _explain_status(error, doing)
     if "OfflineModeIsEnabled" in names:
@@ -230,6 +232,8 @@ def explain(error: BaseException, doing: str) -> Eagle3PackError | None:
         return PermissionDenied("not logged in to Hugging Face", hint=LOGIN_HINT)
     if "HFValidationError" in names:
         return UsageError(said, hint="Name the repository ORG/NAME.")
+    if names & NO_CONNECTION:
+        return UnsettledError(f"{doing} failed: no connection to the hub ({reason})", hint=AGAIN)
     if names & TRANSPORT_ERRORS or modules & {"httpx", "httpx2", "httpcore", "httpcore2"}:
         return UnsettledError(said, hint=AGAIN)
     if error.__cause__ is not None and isinstance(error, RuntimeError):  # a blob's upload, wrapped

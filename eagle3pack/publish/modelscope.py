@@ -334,6 +334,8 @@ def explain(error: BaseException, doing: str) -> Eagle3PackError | None:
         return PermissionDenied(said, hint=LOGIN_HINT)
     if "NotExistError" in names:
         return PermissionDenied(said, hint="Is the name right, and may this account see it?")
+    if "NetworkError" in names and "RequestTimeoutError" not in names:
+        return UnsettledError(f"{doing} failed: no connection to the hub", hint=AGAIN)
     if getattr(error, "retryable", False):
         return UnsettledError(said, hint=AGAIN, retry_after_s=float(getattr(error, "retry_after", 0) or 0))
     return RefusedError(said)

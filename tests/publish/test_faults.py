@@ -254,8 +254,13 @@ class TestOneHubOfTwo:
 
     def test_both_down(self, place: Place) -> None:
         place.env |= {"MODELSCOPE_ENDPOINT": "http://localhost:1", "HF_ENDPOINT": "http://localhost:1"}
-        outcome = place.publish()
-        assert outcome.code == 7 and "Traceback" not in outcome.stderr
+        for options in ((), ("--dry-run",)):
+            outcome = place.publish(*options)
+            assert outcome.code == 7 and "Traceback" not in outcome.stderr
+            for hub in ("Hugging Face: ", "ModelScope: "):
+                assert hub in outcome.stderr
+            assert outcome.stderr.count("no connection to the hub") == 2
+            assert "sent twice" not in outcome.stderr and "nothing was sent" in outcome.stderr
 
 
 class TestKilled:
