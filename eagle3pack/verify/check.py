@@ -37,6 +37,17 @@ class SetKey:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveKey:
+    """Leave a key of config.json out, whose value says nothing.
+
+    Attributes:
+        path: keys from the top.
+    """
+
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RenameTensor:
     """Give a tensor the name that engines load."""
 
@@ -58,7 +69,7 @@ class SetFormat:
     file: str
 
 
-Mend = SetKey | RenameTensor | DropTensor | SetFormat
+Mend = SetKey | RemoveKey | RenameTensor | DropTensor | SetFormat
 
 
 @dataclass(frozen=True, slots=True)

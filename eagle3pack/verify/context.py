@@ -106,6 +106,18 @@ class Context:
         self._target_text = target_text
         self._target_reason = target_reason
 
+    def of_copy(self, folder: Path) -> Context:
+        """The same question about a copy of the draft."""
+        options = replace(self.options, on_bytes=lambda count: None)
+        return Context(
+            folder,
+            options,
+            target=self._target,
+            target_text=self._target_text,
+            target_reason=self._target_reason,
+            draft_name=self.draft_name,
+        )
+
     def rate(self, check: Check, finding: Finding) -> Finding:
         """Settle the severity of a finding for the engines that were asked for."""
         severity = finding.severity or check.severity

@@ -6,6 +6,8 @@ places of a setting. Values of weights are never touched; the source folder neve
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -20,11 +22,12 @@ from eagle3pack.checkpoint.files import INDEX_FILE
 from eagle3pack.checkpoint.folder import new_folder, require_separate
 from eagle3pack.checkpoint.writer import PlannedFile, PlannedTensor, index_json, write_file
 from eagle3pack.documents import to_json
-from eagle3pack.errors import InputError
+from eagle3pack.errors import ConflictError, InputError
 from eagle3pack.sources import COMPANION_PATTERNS, known_sha256, parse_location
-from eagle3pack.verify.check import DropTensor, Finding, Mend, RenameTensor, SetKey, Undecided
+from eagle3pack.verify.check import DropTensor, Finding, Mend, RemoveKey, RenameTensor, SetKey, Undecided
 from eagle3pack.verify.context import CONFIG_NAME, RECORD_NAME, Context
-from eagle3pack.verify.report import Examination
+from eagle3pack.verify.report import Examination, examine
+from eagle3pack.verify.schema import without_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,9 @@ def chosen_mends(examination: Examination) -> tuple[Mended, ...]:
     for outcome in examination.all:
         for finding in outcome.findings:
             for mend in finding.mends:
-                key: object = mend.path if isinstance(mend, SetKey) else (type(mend), _subject(mend))
-                found.setdefault(key, []).append(Mended(outcome.check.id, _describe(mend, finding), mend))
+                found.setdefault(_place(mend), []).append(
+                    Mended(outcome.check.id, _describe(mend, finding), mend)
+                )
     agreed = [
         group[-1]  # of two names for one tensor the later check's, which has no prefix either (T02, T05)
         for group in found.values()
@@ -55,17 +59,18 @@ def chosen_mends(examination: Examination) -> tuple[Mended, ...]:
     )
 
 
-def _subject(mend: Mend) -> str:
-    return (
-        mend.file
-        if not isinstance(mend, (SetKey, RenameTensor, DropTensor))
-        else str(getattr(mend, "name", ""))
-    )
+def _place(mend: Mend) -> object:
+    """What a mend changes: two mends of one place must agree."""
+    if isinstance(mend, (SetKey, RemoveKey)):
+        return mend.path
+    return type(mend), mend.name if isinstance(mend, (RenameTensor, DropTensor)) else mend.file
 
 
 def _describe(mend: Mend, finding: Finding) -> str:
     if isinstance(mend, SetKey):
-        return f"{'.'.join(mend.path)} = {mend.value!r}"
+        return f"{'.'.join(mend.path)} = {json.dumps(mend.value, ensure_ascii=False)}"
+    if isinstance(mend, RemoveKey):
+        return f"left {'.'.join(mend.path)} out, which was null"
     if isinstance(mend, RenameTensor):
         return f"{mend.name} is now {mend.new_name}"
     if isinstance(mend, DropTensor):
@@ -74,9 +79,11 @@ def _describe(mend: Mend, finding: Finding) -> str:
 
 
 def mended_config(raw: Mapping[str, Any], mends: Iterable[Mend]) -> dict[str, Any]:
-    """config.json with the keys written; a missing object on the way is made."""
+    """config.json with the keys written or left out; a missing object on the way is made."""
     config: dict[str, Any] = deepcopy(dict(raw))
     for mend in mends:
+        if isinstance(mend, RemoveKey):
+            config = without_key(config, mend.path)
         if not isinstance(mend, SetKey):
             continue
         place = config
@@ -110,6 +117,26 @@ def planned_files(context: Context, mends: Iterable[Mend]) -> tuple[PlannedFile,
     return tuple(files)
 
 
+def require_new(out: Path) -> None:
+    """Raise where OUT exists.
+
+    Raises:
+        ConflictError: it does.
+    """
+    if os.path.lexists(out):
+        raise ConflictError("exists", where=f"--fix {out}", hint="Give another folder, or delete that one.")
+
+
+def what_remains(context: Context, out: Path) -> str:
+    """Examine the mended copy, and say which errors are left in it."""
+    failed = examine(context.of_copy(out)).failed("error")
+    if not failed:
+        return "no error is left"
+    findings = [f for outcome in failed for f in outcome.findings if f.severity == "error"]
+    ids = ", ".join(outcome.check.id for outcome in failed)
+    return f"{len(findings)} error{'' if len(findings) == 1 else 's'} left: {ids}"
+
+
 def write_mended_copy(context: Context, examination: Examination, out: Path) -> list[str]:
     """Write the mended draft into OUT.
 
@@ -132,6 +159,7 @@ def write_mended_copy(context: Context, examination: Examination, out: Path) -> 
     except Undecided as answer:
         raise InputError(f"cannot be mended: {answer.reason}", where=str(context.folder)) from None
     require_separate(context.folder, out)
+    require_new(out)
     mends = [each.mend for each in done]
     files = planned_files(context, mends)
     with new_folder(out, overwrite=False, nbytes=sum(file.nbytes for file in files)) as folder:

@@ -54,6 +54,18 @@ def problems(value: Any, schema: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _problems(value, schema, schema, ())
 
 
+def without_key(document: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """A copy without the key at a path; whole where there is none, or a list is on the way."""
+    copy: dict[str, Any] = dict(document)
+    key, *rest = path
+    inner = copy.get(key)
+    if not rest:
+        copy.pop(key, None)
+    elif isinstance(inner, dict):
+        copy[key] = without_key(inner, tuple(rest))
+    return copy
+
+
 def _problems(
     value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from eagle3pack.documents import schema_problems
 from eagle3pack.draft.target import parse_target_config
 from eagle3pack.errors import ConflictError, InputError
 from eagle3pack.verify.context import Context
-from eagle3pack.verify.mend import write_mended_copy
+from eagle3pack.verify.mend import what_remains, write_mended_copy
 from eagle3pack.verify.report import examine
 from tests.verify import drafts, faults
 from tests.verify.test_faults import examined, ids
@@ -27,6 +27,7 @@ MENDABLE = {
     "absent_reduced_vocabulary": faults.absent_reduced_vocabulary,
     "no_model_type": faults.no_model_type,
     "nested_ids": faults.nested_ids,
+    "null_switch": faults.null_switch,
     "top_ids": faults.top_ids,
     "four_states_at_the_top": faults.four_states_at_the_top,
     "four_states_speculators": faults.four_states_speculators,
@@ -105,9 +106,34 @@ def test_the_source_is_untouched_and_out_is_not_overwritten(tmp_path: Path) -> N
     before = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()}
     (tmp_path / "out").mkdir()
 
-    with pytest.raises(ConflictError):
+    with pytest.raises(ConflictError) as caught:
         write_mended_copy(context, examination, tmp_path / "out")
+    assert "--overwrite" not in caught.value.hint
     assert {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()} == before
+
+
+def test_a_null_is_left_out_only_where_it_says_nothing(tmp_path: Path) -> None:
+    draft = faults.null_switch()
+    draft.raw["hidden_size"] = None
+    _, examination = examined(draft, tmp_path / "needed")
+    assert not any(finding.mends for outcome in examination.failed("error") for finding in outcome.findings)
+
+    done, again = mended(faults.null_switch(), tmp_path / "needless")
+    assert "C05: left use_cache out, which was null" in done
+    assert "use_cache" not in again.raw
+
+
+def test_what_was_written_is_shown_as_json(tmp_path: Path) -> None:
+    done, _ = mended(faults.tied(), tmp_path)
+    assert any(line.endswith("tie_word_embeddings = false") for line in done)
+
+
+def test_what_is_left_is_said(tmp_path: Path) -> None:
+    draft = faults.mha_weights()
+    draft.raw["use_cache"] = None
+    context, examination = examined(draft, tmp_path)
+    write_mended_copy(context, examination, tmp_path / "mended")
+    assert what_remains(context, tmp_path / "mended") == "2 errors left: C10"
 
 
 def test_a_shape_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from eagle3pack.documents import describe, load_schema
 from eagle3pack.draft.config import LLAMA_ARCHITECTURES, SPECULATORS_ARCHITECTURES, parse_draft_config
 from eagle3pack.draft.producers import PORTABLE_ARCHITECTURE
 from eagle3pack.errors import InputError, UnsupportedDraftError
-from eagle3pack.verify.check import Check, Finding, SetKey, Undecided, check
+from eagle3pack.verify.check import Check, Finding, RemoveKey, SetKey, Undecided, check
 from eagle3pack.verify.context import CONFIG_NAME, Context
-from eagle3pack.verify.schema import problems
+from eagle3pack.verify.schema import Problem, problems, without_key
 
 # Keys that a check of its own judges whole (C01, C02, R03, A02), so that one fault is told once.
 _JUDGED_ELSEWHERE = frozenset(
@@ -277,10 +277,24 @@ def types_are_right(context: Context) -> Iterator[Finding]:
             file=CONFIG_NAME,
             key=".".join(problem.path),
             found=problem.found,
+            mends=_without_null(context, problem),
             producer_bug="ModelOpt: nulls in the exported config"
             if problem.found is None and problem.keyword == "type"
             else None,
         )
+
+
+def _without_null(context: Context, problem: Problem) -> tuple[RemoveKey, ...]:
+    """The key left out, where its null reads as its absence does."""
+    if problem.found is not None or problem.keyword != "type":
+        return ()
+    without = without_key(context.raw, problem.path)
+    try:
+        same = context.config == parse_draft_config(without, where=CONFIG_NAME)
+    except (Undecided, InputError):
+        return ()
+    required = any(other.path == problem.path for other in problems(without, load_schema("draft-config")))
+    return (RemoveKey(problem.path),) if same and not required else ()
 
 
 def _is_judged_elsewhere(path: tuple[str, ...]) -> bool:
