@@ -28,8 +28,9 @@ _TYPED = click.core.ParameterSource.COMMANDLINE
 @click.option(
     "--for",
     "engines",
+    multiple=True,
     metavar="ENGINES",
-    help="Whose rules count, of vllm, sglang, tensorrt-llm, llama.cpp; others' become notes. "
+    help="Whose rules count, of vllm, sglang, tensorrt-llm, llama.cpp; others' become notes; repeatable. "
     "[default: vllm,sglang]",
 )
 @click.option(
@@ -65,6 +66,7 @@ def verify(
     from eagle3pack.verify.command import VerifyOptions, run_verify, write_mended, write_report
 
     gc.enable()
+    options["engines"] = ",".join(options["engines"]) if options["engines"] else None
     _require_outputs(source, options["target"], smoke, report)
     asked = _ask(click_context, smoke, options, report)
     verified = run_verify(source, VerifyOptions(**options), say=console.say, progress=console.progress)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3pack.documents import to_json
-from eagle3pack.errors import PermissionDenied, TransportError, UsageError
+from eagle3pack.documents import read_json_object, to_json
+from eagle3pack.errors import InputError, PermissionDenied, TransportError, UsageError
 from eagle3pack.sources import Source, resolve_source, resolve_target
 from eagle3pack.verify.check import ENGINES, Engine
 from eagle3pack.verify.context import CONFIG_NAME, Context, Options
@@ -20,6 +20,7 @@ from eagle3pack.verify.report import Examination, build_report, examine
 from eagle3pack.verify.text import render
 
 if TYPE_CHECKING:
+    from eagle3pack.draft.target import TargetSpec
     from eagle3pack.verify.smoke.options import Subject
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -144,9 +145,13 @@ def run_verify(
             the result.
     """
     engines, named = parse_engines(options.engines)
-    target = resolve_target(options.target) if options.target else None
+    target = _resolve_target(options.target) if options.target else None
     if target is not None and target.bundled:
         say(f"target {target.name}: using the shape that came with this package ({target.bundled_from})")
+    if options.fix:
+        from eagle3pack.verify.mend import require_new
+
+        require_new(Path(options.fix))
     source = resolve_source(source_text)
     asked = Options(engines, named, options.tensor_parallel_size, options.quick)
     context = Context(
@@ -170,18 +175,51 @@ def run_verify(
     return Verified(source, source_text, options.target or "", context, examination, options.strict)
 
 
+def _resolve_target(text: str) -> TargetSpec:
+    """See `resolve_target`; a draft is no target, even where its config lacks what a target's has."""
+    try:
+        target = resolve_target(text)
+    except InputError:
+        path = Path(text) / CONFIG_NAME if Path(text).is_dir() else Path(text)
+        if path.is_file():
+            _require_no_draft(read_json_object(path), text)
+        raise
+    _require_no_draft(target.raw, text)
+    return target
+
+
+def _require_no_draft(raw: Mapping[str, Any], text: str) -> None:
+    """Raise where --target names an EAGLE3 draft, which is easily taken for its target.
+
+    Raises:
+        UsageError: it does.
+    """
+    names = raw.get("architectures")
+    said = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+    keys = {"draft_vocab_size", "eagle_config"} & set(raw)
+    if said or "speculators_model_type" in raw or (keys and raw.get("num_hidden_layers") == 1):
+        raise UsageError(
+            "is an EAGLE3 draft, not the model that it drafts for",
+            where=f"--target {text}",
+            hint="Give the target model; SOURCE is the draft.",
+        )
+
+
 def write_mended(verified: Verified, out: str, *, say: Callable[[str], None]) -> None:
     """Write a copy of the draft with every safe mend applied (--fix).
 
     Raises:
         Eagle3PackError: see `mend.write_mended_copy`.
     """
-    from eagle3pack.verify.mend import write_mended_copy
+    from eagle3pack.verify.mend import what_remains, write_mended_copy
 
     done = write_mended_copy(verified.context, verified.examination, Path(out))
     for line in done:
         say(f"mended {line}")
-    say(f"wrote {out}; verify it before you use it" if done else f"nothing to mend; {out} was not written")
+    if done:
+        say(f"wrote {out}: {what_remains(verified.context, Path(out))}")
+    else:
+        say(f"nothing to mend; {out} was not written")
 
 
 def write_report(document: Mapping[str, Any], path: Path) -> None:

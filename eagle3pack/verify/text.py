@@ -104,7 +104,8 @@ def _facts(context: Context, facts: ServingFacts) -> Iterator[str]:
             f"  auxiliary layers       {facts.aux_layers_vllm} in vLLM, {facts.aux_layers_sglang} in SGLang"
             + default
         )
-    yield f"  vLLM                   --speculative-config {shlex.quote(facts.speculative_config)}"
+    if "vllm" in context.options.engines:
+        yield f"  vLLM                   --speculative-config {shlex.quote(facts.speculative_config)}"
 
 
 def _verdict(context: Context, examination: Examination, *, verbose: bool) -> Iterator[str]:

@@ -55,12 +55,14 @@ class Headers:
         problems: file name -> what is wrong with its header.
         tensors: logical name -> entry; the last one where two spellings collide.
         duplicates: logical name -> every (file name, tensor name), where there are several.
+        hints: file name -> what to do about its problem, where the problem tells.
     """
 
     headers: tuple[Header, ...]
     problems: Mapping[str, str]
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     duplicates: Mapping[str, tuple[tuple[str, str], ...]]
+    hints: Mapping[str, str]
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
@@ -102,12 +104,13 @@ def _read_index(path: Path) -> tuple[Mapping[str, Any] | None, str]:
 
 def read_headers(files: WeightFiles) -> Headers:
     """Read the header of every used file; the cost does not depend on the size of the files."""
-    headers, problems = [], {}
+    headers, problems, hints = [], {}, {}
     for path in files.used:
         try:
             headers.append(read_header(path))
         except Eagle3PackError as error:
             problems[path.name] = error.problem
+            hints[path.name] = error.hint
     spellings: dict[str, list[tuple[str, str]]] = {}
     tensors: dict[str, TensorEntry] = {}
     for header in headers:
@@ -116,4 +119,4 @@ def read_headers(files: WeightFiles) -> Headers:
             tensors[logical] = entry
             spellings.setdefault(logical, []).append((entry.path.name, entry.name))
     duplicates = {name: tuple(places) for name, places in spellings.items() if len(places) > 1}
-    return Headers(tuple(headers), problems, tensors, duplicates)
+    return Headers(tuple(headers), problems, tensors, duplicates, hints)

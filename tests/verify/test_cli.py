@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from click.testing import CliRunner, Result
 from eagle3pack import console
 from eagle3pack.cli.verify import verify
 from eagle3pack.documents import schema_problems
-from eagle3pack.errors import UsageError
+from eagle3pack.errors import ConflictError, UsageError
 from tests.verify import drafts, faults
 
 HEAVY = {
@@ -165,6 +167,55 @@ def test_an_engine_that_nobody_knows_is_a_usage_error(tmp_path: Path) -> None:
     folder = drafts.make().write(tmp_path / "draft")
     with pytest.raises(UsageError, match="none of vllm"):
         run(folder, "--for", "vllm,tgi", "--quick")
+
+
+def test_for_given_twice_is_both(tmp_path: Path) -> None:
+    folder = drafts.make().write(tmp_path / "draft")
+    assert run_json(folder, "--quick", "--for", "sglang", "--for", "vllm")[1]["engines"] == ["vllm", "sglang"]
+    assert "--speculative-config" in run(folder, "--quick").stdout
+    assert "--speculative-config" not in run(folder, "--quick", "--for", "llama.cpp").stdout
+
+
+def unnamed() -> drafts.Draft:
+    """A draft that only its keys give away."""
+    draft = drafts.make()
+    draft.raw["architectures"] = ["LlamaForCausalLM"]
+    return draft
+
+
+@pytest.mark.parametrize("build", [drafts.make, drafts.speculators_draft, unnamed])
+def test_a_draft_is_no_target(build: Callable[[], drafts.Draft], tmp_path: Path) -> None:
+    folder = build().write(tmp_path / "draft")
+    with pytest.raises(UsageError, match="is an EAGLE3 draft"):
+        run(folder, "--target", folder, "--quick")
+
+
+@pytest.mark.parametrize("bad", ["pointer", "mode", "pickle", "missing"])
+def test_a_fix_fits_its_fault(bad: str, tmp_path: Path, target: str) -> None:
+    folder = (faults.no_hidden_norm() if bad == "missing" else drafts.make()).write(tmp_path / "draft")
+    weights = folder / "model.safetensors"
+    if bad == "pointer":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\n")
+    elif bad == "mode":
+        weights.chmod(0)
+        if os.access(weights, os.R_OK):
+            pytest.skip("this user may read everything")
+    elif bad == "pickle":
+        weights.rename(folder / "pytorch_model.bin")
+    said = {
+        "pointer": "fix: Run `git lfs pull`",
+        "mode": "fix: Check the modes",
+        "pickle": "fix: Run `eagle3pack convert SOURCE OUT --num-kv-heads 4`",
+        "missing": "ERROR T01  midlayer.",
+    }
+    assert said[bad] in run(folder, "--target", target, "--quick").stdout
+
+
+def test_fix_says_what_is_left(tmp_path: Path, target: str) -> None:
+    folder, out = faults.null_switch().write(tmp_path / "draft"), tmp_path / "out"
+    assert "no error is left" in run(folder, "--target", target, "--quick", "--fix", out).stderr
+    with pytest.raises(ConflictError, match="exists"):
+        run(folder, "--target", target, "--quick", "--fix", out)
 
 
 def test_ranks_are_errors_only_where_they_were_given(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def taps_are_attention(context: Context) -> Iterator[Finding]:
     if others:
         yield Finding(
             f"the states after layers {others} come from layers of another kind than full attention",
-            "Nothing, if the draft was trained so.",
+            "No change needed if the draft was trained so.",
             file=CONFIG_NAME,
             key=KEY,
             found=others,

@@ -89,9 +89,18 @@ def not_only_pickle(context: Context) -> Iterator[Finding]:
     if context.files.pickles and not context.files.used and not context.files.missing:
         yield Finding(
             f"the only weights are {', '.join(context.files.pickles)}",
-            "Run `eagle3pack convert`, which reads it without running its code and writes safetensors.",
+            f"Run `eagle3pack convert SOURCE OUT --num-kv-heads {_own_heads(context)}`, which reads it "
+            "without running its code and writes safetensors.",
             file=context.files.pickles[0],
         )
+
+
+def _own_heads(context: Context) -> str:
+    """The draft's own key/value heads: a conversion to as many changes no value."""
+    try:
+        return str(context.config.num_key_value_heads)
+    except Undecided:
+        return "N"
 
 
 @check(
@@ -121,7 +130,8 @@ def no_pickle_beside(context: Context) -> Iterator[Finding]:
 )
 def headers_are_sound(context: Context) -> Iterator[Finding]:
     for name, problem in context.headers.problems.items():
-        yield Finding(f"the weight file {problem}", "Download or export it again.", file=name)
+        fix = context.headers.hints[name] or "Download or export it again."
+        yield Finding(f"the weight file {problem}", fix, file=name)
 
 
 @check(

@@ -107,7 +107,7 @@ def pages_are_equal(context: Context) -> Iterator[Finding]:
             if mine > theirs
             and not target.is_mla
             and config.num_attention_heads % target.num_key_value_heads == 0
-            else "Nothing, on one server with a pool of its own.",
+            else "No change needed on one server with a pool of its own.",
             file=CONFIG_NAME,
             key="num_key_value_heads",
             found=config.num_key_value_heads,
@@ -213,7 +213,7 @@ def head_size_is_supported(context: Context) -> Iterator[Finding]:
         yield Finding(
             f"head_dim is {context.config.head_dim}; vLLM's backends take "
             f"{', '.join(map(str, sorted(HEAD_SIZES)))}",
-            "Nothing, if the engine at hand takes it.",
+            "No change needed if the engine at hand takes it.",
             file=CONFIG_NAME,
             key="head_dim",
             found=context.config.head_dim,

@@ -38,8 +38,15 @@ def _without_layer(name: str) -> str:
 
 
 def _name_in_file(context: Context, logical: str) -> str:
+    """As the file spells it; what is missing, as it spells that layer's other tensors."""
     entry = context.tensors.get(logical)
-    return logical if entry is None else entry.name
+    if entry is not None:
+        return entry.name
+    prefix = logical.removesuffix(_without_layer(logical))
+    for name, other in context.tensors.items() if prefix else ():
+        if name.startswith(prefix) and other.name.endswith(_without_layer(name)):
+            return other.name.removesuffix(_without_layer(name)) + _without_layer(logical)
+    return logical
 
 
 @check(
@@ -55,10 +62,10 @@ def nothing_missing(context: Context) -> Iterator[Finding]:
         if spec.required and not here and not _PRESENCE_JUDGED.match(name):
             norm = name.endswith("norm.weight") or "layernorm" in name
             yield Finding(
-                f"{name} is missing; vLLM computes with {'ones' if norm else 'uninitialised memory'} in its "
-                "place",
+                f"{_name_in_file(context, name)} is missing; vLLM computes with "
+                f"{'ones' if norm else 'uninitialised memory'} in its place",
                 "Export the draft again; if the name differs, rename it.",
-                tensor=name,
+                tensor=_name_in_file(context, name),
                 expected=list(spec.shape),
             )
 

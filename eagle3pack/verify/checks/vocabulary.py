@@ -269,8 +269,8 @@ def head_is_there(context: Context) -> Iterator[Finding]:
     else:
         yield Finding(
             "lm_head.weight is missing: engines share the target's head",
-            "Nothing, if the draft was trained with the target's head. SGLang wants draft_vocab_size null "
-            "then.",
+            "No change needed if the draft was trained with the target's head. SGLang wants draft_vocab_size "
+            "null then.",
             tensor="lm_head.weight",
             severity="note",
         )
