@@ -71,6 +71,9 @@ def publish(folder: Path, as_json: bool, **options: Any) -> None:
     Both hubs get the same files, each in one commit that is checked by the hub's own hashes. Running the same
     command again sends nothing that is there already, and finishes what was interrupted.
 
+    publish.yaml holds at least name, license and target: its ORG/NAME under huggingface, and for ModelScope
+    under modelscope; measured_as too, where verify was given a folder. docs/publishing.md has an example.
+
     \b
     Examples:
       eagle3pack publish ./draft-gqa --report report.json --to hf:org/draft --to ms:org/draft --dry-run

@@ -85,8 +85,8 @@ def publish_everywhere(
             hint=failures[0][1].hint or "Run the same command again: only what is missing is sent.",
         )
     if failures:
-        for name, error in failures[1:]:
-            say(f"{name}: {error}")
+        for name, other in failures[1:]:
+            say(f"{name}: {other}")
         raise failures[0][1]
 
 

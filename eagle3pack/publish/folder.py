@@ -6,12 +6,15 @@ Every file is hashed in one pass and never again: the hubs' clients are told the
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3pack.checkpoint.digest import draft_digest, draft_files, hash_files, ignore_bytes
 from eagle3pack.checkpoint.files import list_files
+from eagle3pack.documents import read_json_object
+from eagle3pack.draft.config import parse_draft_config
 from eagle3pack.errors import ConflictError, InputError
 from eagle3pack.publish.guards import (
     ALLOWED_NAMES,
@@ -89,10 +92,18 @@ def read_folder(folder: Path, on_bytes: Callable[[int], None] = ignore_bytes) ->
         raise InputError(
             "has its weights as pickles, which run code when they are loaded",
             where=str(folder),
-            hint="Write safetensors: eagle3pack convert FOLDER OUT.",
+            hint=f"Write safetensors, with as many heads: {_convert_command(folder)}",
         )
     digest = draft_digest((f.path, f.size, f.sha256) for f in files if f.path in core)
     return DraftFolder(folder, files, tuple(left_out), digest if has_weights else None, stamps)
+
+
+def _convert_command(folder: Path) -> str:
+    """The command that rewrites a draft's pickles as safetensors and changes nothing else."""
+    path = folder / "config.json"
+    heads = parse_draft_config(read_json_object(path), where=str(path)).num_key_value_heads
+    out = folder.parent / f"{folder.resolve().name}-safetensors"
+    return shlex.join(["eagle3pack", "convert", str(folder), str(out), "--num-kv-heads", str(heads)])
 
 
 def total_bytes(folder: Path) -> int:

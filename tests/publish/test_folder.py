@@ -13,6 +13,7 @@ from eagle3pack.errors import ConflictError, InputError
 from eagle3pack.publish.folder import read_folder
 from eagle3pack.publish.guards import require_sizes
 from eagle3pack.publish.hub import PublishedFile
+from tests.cli import Cli
 from tests.publish.inputs import digest_of
 from tests.tiny import write_draft
 
@@ -78,6 +79,21 @@ def test_pickles_are_refused(folder: Path) -> None:
     refused(folder, "pickles")
 
 
+def test_a_draft_of_pickles_is_told_the_command_that_rewrites_it(folder: Path, cli: Cli) -> None:
+    import shlex
+
+    import torch
+    from safetensors.torch import load_file
+
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError) as caught:
+        read_folder(folder)
+    command = shlex.split(caught.value.hint.partition(": ")[2])
+    assert command[0] == "eagle3pack" and cli(*command[1:]).code == 0
+    assert read_folder(folder.with_name("draft-safetensors")).digest is not None
+
+
 def test_names_that_differ_only_in_case_are_refused(folder: Path) -> None:
     (folder / "LICENSE").touch()
     (folder / "license").touch()
@@ -135,6 +151,6 @@ def test_a_file_that_changes_is_noticed(folder: Path) -> None:
 
 
 def test_every_byte_is_hashed_once(folder: Path) -> None:
-    seen = []
+    seen: list[int] = []
     read_folder(folder, seen.append)
     assert sum(seen) == sum(path.stat().st_size for path in folder.iterdir())

@@ -71,6 +71,7 @@ def test_a_report_of_other_bytes_is_refused(place: Place) -> None:
 def test_help_has_an_example(place: Place) -> None:
     outcome = place.runner.run(["publish", "--help"], cwd=place.root, env={})
     assert outcome.code == 0 and "eagle3pack publish ./draft-gqa" in outcome.stdout
+    assert "publish.yaml holds at least name, license and target" in outcome.stdout
 
 
 def test_paths_in_a_report_are_pointed_out(place: Place) -> None:
