@@ -52,7 +52,7 @@ from eagle3pack.cli.options import ByteSize, FilePath, common_options
 )
 @click.option(
     "--calibration",
-    type=FilePath(exists=True, dir_okay=False),
+    type=FilePath(),
     metavar="FILE",
     help="Use what --save-calibration kept, on any machine.",
 )
