@@ -19,6 +19,10 @@ from eagle3pack.errors import InputError, PermissionDenied
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_INDEX_FILE = "pytorch_model.bin.index.json"
+_CONVERT = (
+    "`eagle3pack convert SOURCE OUT --num-kv-heads K`, K being the draft's own number of key/value heads, "
+    "reads it and writes safetensors."
+)
 _SHARD = re.compile(r"-\d+-of-(?!0*1\.)\d+\.safetensors$")  # of more than one
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 # What Hugging Face's Trainer and accelerate leave beside the weights.
@@ -76,7 +80,7 @@ def open_checkpoint(folder: Path, *, partial: bool = False, pickles: bool = Fals
             raise InputError(
                 "is a training checkpoint",
                 where=str(folder),
-                hint="`eagle3pack convert` reads it and writes safetensors.",
+                hint=_CONVERT,
             )
         return _open_pickles(folder, names, pickles)
     if len(weights) > 1:
@@ -217,7 +221,7 @@ def _open_pickles(folder: Path, names: list[str], allowed: bool) -> Checkpoint:
         raise InputError(
             f"holds its weights as pickles ({_some(files)})",
             where=str(folder),
-            hint="`eagle3pack convert` reads them and writes safetensors.",
+            hint=_CONVERT,
         )
     from eagle3pack.checkpoint.pickles import open_pickles
 

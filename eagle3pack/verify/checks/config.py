@@ -9,6 +9,7 @@ from eagle3pack.draft.config import LLAMA_ARCHITECTURES, SPECULATORS_ARCHITECTUR
 from eagle3pack.draft.producers import PORTABLE_ARCHITECTURE
 from eagle3pack.errors import InputError, UnsupportedDraftError
 from eagle3pack.verify.check import Check, Finding, RemoveKey, SetKey, Undecided, check
+from eagle3pack.verify.checks.tensors import name_in_file
 from eagle3pack.verify.context import CONFIG_NAME, Context
 from eagle3pack.verify.schema import Problem, problems, without_key
 
@@ -209,14 +210,16 @@ def architecture_agrees(context: Context) -> Iterator[Finding]:
             has = name in context.tensors
             if wants and not has:
                 yield Finding(
-                    f"{context.config.architecture} norms queries and keys, but {name} is not in the weights",
+                    f"{context.config.architecture} norms queries and keys, but "
+                    f"{name_in_file(context, name)} is not in the weights",
                     "Export the draft again, or write a Llama architecture if it has no such norm.",
-                    tensor=name,
+                    tensor=name_in_file(context, name),
                     engines=("vllm",),
                 )
             elif has and not wants:
                 yield Finding(
-                    f"{name} is in the weights, but {context.config.architecture} has no q/k norms",
+                    f"{name_in_file(context, name)} is in the weights, but {context.config.architecture} "
+                    "has no q/k norms",
                     "Write Eagle3Qwen3ForCausalLM (qwen3 layers in the speculators format).",
                     file=CONFIG_NAME,
                     key="architectures",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from eagle3pack.documents import describe
 from eagle3pack.verify.check import Check, Finding, SetKey, check
+from eagle3pack.verify.checks.tensors import name_in_file
 from eagle3pack.verify.context import CONFIG_NAME, Context
 
 
@@ -27,12 +28,12 @@ def attention_bias_agrees(context: Context) -> Iterator[Finding]:
             found_any |= has
             if declared and not has:
                 yield Finding(
-                    f"attention_bias is true, but {name} is not in the weights: vLLM adds uninitialised "
-                    "memory",
+                    f"attention_bias is true, but {name_in_file(context, name)} is not in the weights: vLLM "
+                    "adds uninitialised memory",
                     "Write a zero bias, or attention_bias false if the draft has none.",
                     file=CONFIG_NAME,
                     key=key,
-                    tensor=name,
+                    tensor=name_in_file(context, name),
                     engines=("vllm",) if projection == "o" else (),
                 )
             elif has and not declared:

@@ -37,7 +37,7 @@ def _without_layer(name: str) -> str:
     return re.sub(r"^layers\.\d+\.", "", name)
 
 
-def _name_in_file(context: Context, logical: str) -> str:
+def name_in_file(context: Context, logical: str) -> str:
     """As the file spells it; what is missing, as it spells that layer's other tensors."""
     entry = context.tensors.get(logical)
     if entry is not None:
@@ -62,10 +62,10 @@ def nothing_missing(context: Context) -> Iterator[Finding]:
         if spec.required and not here and not _PRESENCE_JUDGED.match(name):
             norm = name.endswith("norm.weight") or "layernorm" in name
             yield Finding(
-                f"{_name_in_file(context, name)} is missing; vLLM computes with "
+                f"{name_in_file(context, name)} is missing; vLLM computes with "
                 f"{'ones' if norm else 'uninitialised memory'} in its place",
                 "Export the draft again; if the name differs, rename it.",
-                tensor=_name_in_file(context, name),
+                tensor=name_in_file(context, name),
                 expected=list(spec.shape),
             )
 
@@ -221,7 +221,7 @@ def exact_shapes(context: Context) -> Iterator[Finding]:
             if axis not in judged
         ):
             yield Finding(
-                f"{_name_in_file(context, name)} has shape {list(shape)}, the config makes it "
+                f"{name_in_file(context, name)} has shape {list(shape)}, the config makes it "
                 f"{list(spec.shape)}",
                 "Correct the config if the weights are right, else export the draft again.",
                 file=context.tensors[name].path.name,
@@ -247,10 +247,10 @@ def attention_inputs(context: Context) -> Iterator[Finding]:
             columns = context.columns(name)
             if columns is not None and columns != expected:
                 yield Finding(
-                    f"{_name_in_file(context, name)} reads {columns} values, layer {layer} gives it "
+                    f"{name_in_file(context, name)} reads {columns} values, layer {layer} gives it "
                     f"{expected}",
                     "Export the draft again: this is no EAGLE3 layer of that place.",
-                    tensor=_name_in_file(context, name),
+                    tensor=name_in_file(context, name),
                     found=columns,
                     expected=expected,
                 )
@@ -284,7 +284,7 @@ def fc_width(context: Context) -> Iterator[Finding]:
         key="num_aux_hidden_states"
         if context.top.has("num_aux_hidden_states")
         else "eagle_aux_hidden_state_layer_ids",
-        tensor=_name_in_file(context, "fc.weight"),
+        tensor=name_in_file(context, "fc.weight"),
         found=columns,
         expected=width,
     )
@@ -377,7 +377,7 @@ def embedding_shape(context: Context) -> Iterator[Finding]:
         yield Finding(
             f"embed_tokens.weight has shape {list(shape)}, the config makes it {list(expected)}",
             "Correct vocab_size, or leave the tensor out: engines then share the target's.",
-            tensor=_name_in_file(context, "embed_tokens.weight"),
+            tensor=name_in_file(context, "embed_tokens.weight"),
             found=list(shape),
             expected=list(expected),
         )
