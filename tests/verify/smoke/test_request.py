@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eagle3pack.verify import command
+from eagle3pack.verify.smoke import vllm
+from eagle3pack.verify.smoke.process import GuardedProcess
 from tests.cli import Cli
 from tests.verify import drafts, faults
+from tests.verify.smoke.support import fake_command
 
 
 @pytest.fixture
@@ -97,6 +101,26 @@ def test_a_gate_behind_errors_is_named(models: tuple[Path, Path], tmp_path: Path
     result = cli("verify", draft, "--target", models[1], "--baseline", "--min-agreement", "1")
     assert result.code == 3
     assert "asked for and not done: --min-agreement 1.0, --baseline" in result.out
+
+
+def test_a_gate_that_is_not_reached_is_said_beside_json(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    (tmp_path / "state").mkdir()
+    monkeypatch.setenv("FAKE_VLLM_STATE", str(tmp_path / "state"))
+    monkeypatch.setattr(vllm, "GuardedProcess", partial(GuardedProcess, grace_s=0.1))
+    monkeypatch.setattr(vllm, "_POLL_S", 0.05)
+    prompts = tmp_path / "one.txt"
+    prompts.write_text("one\n")
+    shared = [
+        *("verify", models[0], "--target", models[1], "--vllm-command", fake_command(tmp_path)),
+        *("--prompts", prompts, "--no-probes", "--max-tokens", "64", "--tensor-parallel-size", "1"),
+    ]
+    result = cli(*shared, "--min-acceptance-length", "3.5", "--json")
+    assert (result.code, json.loads(result.out)["smoke"]["status"]) == (3, "failed")
+    assert "error: smoke test failed: mean accepted length 3.000 is below 3.5" in result.err
+    result = cli(*shared, "--quick")
+    assert (result.code, "one: 1 prompt, 1 answer" in result.out) == (0, True)
 
 
 def test_what_only_vllm_reads_is_said_to_be_ignored(models: tuple[Path, Path], cli: Cli) -> None:
