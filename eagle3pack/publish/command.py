@@ -21,11 +21,16 @@ from eagle3pack.publish.flow import Progress, Say, publish_everywhere
 from eagle3pack.publish.folder import DraftFolder, read_folder, total_bytes
 from eagle3pack.publish.hub import HUB_NAMES, Hub, HubKind
 from eagle3pack.publish.ledger import Document, read_document
+from eagle3pack.publish.metadata import HUB_ID
 from eagle3pack.publish.plan import CARD, HubPlan, Wishes, plan_hub
 from eagle3pack.publish.receipt import Receipt, hub_templates
 from eagle3pack.publish.reports import Verdict, read_reports, require_written
 from eagle3pack.publish.staging import Staged, stage
-from eagle3pack.publish.target import require_shape, require_target
+from eagle3pack.publish.target import require_another_repository, require_shape, require_target
+
+SENDING = ("public", "tag", "pr", "prune", "replace_card")
+# Of what git takes for a reference, what needs no quoting anywhere.
+_TAG = re.compile(r"(?!.*(?:\.\.|\.lock$|\.$))[A-Za-z0-9_][\w.+-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,10 @@ def run_publish(folder: Path, options: PublishOptions, around: Surroundings) -> 
     _require_sense(options, destinations, around)
     config = options.config or _find_settings(folder)
     declared = settings.read_settings(config)
+    require_another_repository(destinations, declared)
     with around.progress("Hashing", total_bytes(folder)) as on_bytes:
         draft = read_folder(folder, on_bytes)
+    _require_receipt_apart(options, config, draft)
     inputs, verdict = _card_inputs(draft, declared, options)
     renders_only = options.check_card or (options.offline and options.dry_run)
     if verdict.only_rendering and not renders_only:
@@ -221,6 +228,8 @@ def _destinations(options: PublishOptions) -> list[tuple[HubKind, str]]:
         match = re.fullmatch(r"(hf|ms):([\w.-]+/[\w.-]+)", text, re.ASCII)
         if not match:
             raise UsageError(f"{text!r} is no hf:ORG/NAME or ms:ORG/NAME", where="--to")
+        if not HUB_ID.fullmatch(match[2]) or match[2].endswith(".git"):
+            raise UsageError(f"{match[2]!r} is no name that a hub takes", where="--to")
         kind: HubKind = "hf" if match[1] == "hf" else "ms"
         if found.setdefault(kind, match[2]) != match[2]:
             raise UsageError(f"names two repositories on {HUB_NAMES[kind]}", where="--to")
@@ -249,9 +258,23 @@ def _require_sense(
         raise UsageError("--offline only renders and checks", hint="Add --dry-run.")
     if options.allow_unverified is not None and not options.allow_unverified.strip():
         raise UsageError("needs a reason; the card shows it", where="--allow-unverified")
+    if options.tag is not None and not _TAG.fullmatch(options.tag):
+        raise UsageError(f"{options.tag!r} is no name of a tag", where="--tag", hint="For example v1.0.")
+    sends = [name for name in SENDING if getattr(options, name)]
+    if options.check_card and sends:
+        option = "--" + sends[0].replace("_", "-")
+        raise UsageError(f"{option} is for publishing; --check-card only compares", where="--check-card")
     asks = not (options.yes or options.dry_run or options.offline or options.check_card)
     if asks and around.confirm is None:
         raise UsageError("there is no terminal to ask on", hint="Look with --dry-run, then give --yes.")
+
+
+def _require_receipt_apart(options: PublishOptions, config: Path, draft: DraftFolder) -> None:
+    """Refuse to write the receipt over what is published."""
+    receipt = options.receipt.resolve()
+    for path in (*options.report, config, *(file.local for file in draft.files)):
+        if path.resolve() == receipt:
+            raise UsageError(f"{path} would be overwritten", where="--receipt", hint="Name another file.")
 
 
 def _find_settings(folder: Path) -> Path:

@@ -42,10 +42,12 @@ def read_reports(paths: Sequence[Path], digest: str | None) -> tuple[tuple[Docum
     Raises:
         InputError: a report is of other bytes, contradicts itself, or breaks its schema.
     """
-    documents = []
+    documents: list[Document] = []
     for i, path in enumerate(paths):
         require_written(read_json_object(path), "report", where=str(path), by="verify")
         document = read_document("report.json" if i == 0 else f"report-{i + 1}.json", path)
+        if any(document.sha256 == other.sha256 for other in documents):
+            raise InputError("was given before; its figures would stand there twice", where=str(path))
         check_report(document, digest, where=str(path))
         documents.append(document)
     return tuple(documents), _judge(documents, digest)

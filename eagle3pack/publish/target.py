@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from eagle3pack.draft.target import bundled_target
-from eagle3pack.errors import InputError
+from eagle3pack.errors import InputError, UsageError
+from eagle3pack.publish.hub import HubKind
 from eagle3pack.publish.ledger import Document, Node
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
@@ -35,6 +36,22 @@ def require_target(reports: Sequence[Document], settings: Document) -> None:
             where=settings.name,
             hint="Write the sha256 of the target's config.json, or its path, as the report has it.",
         )
+
+
+def require_another_repository(destinations: Sequence[tuple[HubKind, str]], settings: Document) -> None:
+    """Refuse to publish a draft into the repository of its target.
+
+    Raises:
+        UsageError: it was asked for.
+    """
+    for kind, repo_id in destinations:
+        target = settings.value["target"].get("huggingface" if kind == "hf" else "modelscope", "")
+        if repo_id.casefold() == target.casefold():
+            raise UsageError(
+                f"{kind}:{repo_id} is the target itself",
+                where="--to",
+                hint="A draft has a repository of its own.",
+            )
 
 
 def require_shape(facts: Document, settings: Document) -> None:
