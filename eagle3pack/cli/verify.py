@@ -112,11 +112,13 @@ def _ask(
     if options["quick"] and not typed:
         return None
     from eagle3pack.verify.smoke.questions import load_questions
-    from eagle3pack.verify.smoke.request import ignored_options, require_possible, runs_vllm
+    from eagle3pack.verify.smoke.request import ignored_options, require_draft, require_possible, runs_vllm
 
     require_possible(given, quick=options["quick"], target=options["target"])
     asked = take_smoke_options(given, tensor_parallel_size=options["tensor_parallel_size"], report=report)
     load_questions(asked)
+    if asked.against is not None:
+        require_draft(asked.against)
     if given["device"] and given["engine"] != "none" and not runs_vllm(given):
         from eagle3pack.verify.smoke.reference import require_device
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from eagle3pack.checkpoint.files import open_checkpoint
+from eagle3pack.documents import read_json_object
+from eagle3pack.draft.config import parse_draft_config
 from eagle3pack.errors import UsageError
 from eagle3pack.sources import parse_location
 
@@ -40,7 +43,7 @@ def asked_runs(given: Mapping[str, Any]) -> list[str]:
 
 def ignored_options(given: Mapping[str, Any]) -> list[str]:
     """Options that were given and that nothing reads, where that is no mistake worth stopping at."""
-    names = ("device",) if runs_vllm(given) else _STARTED_VLLM
+    names = ("device",) if runs_vllm(given) else (*_STARTED_VLLM, "engine_log")
     return [_option(name) for name in names if _is_set(given[name])]
 
 
@@ -74,6 +77,17 @@ def require_possible(given: Mapping[str, Any], *, quick: bool, target: str | Non
         _require_url(given["endpoint"])
     elif target and engine_named(given):
         _require_engine(given, target)
+
+
+def require_draft(folder: Path) -> None:
+    """Raise where the folder of --against holds no draft; its weights are not read.
+
+    Raises:
+        InputError: config.json or the weights are missing or broken.
+    """
+    config = folder / "config.json"
+    parse_draft_config(read_json_object(config), where=str(config))
+    open_checkpoint(folder)
 
 
 def _require_one_engine(given: Mapping[str, Any]) -> None:

@@ -64,6 +64,7 @@ IMPOSSIBLE = {
     "--category cooking": "has no category",
     "--prompts {draft}/model.safetensors": "model.safetensors",
     "--against {draft}-none": "no such folder",
+    "--against {draft}/..": "config.json: does not exist",
 }
 
 
