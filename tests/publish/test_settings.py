@@ -26,6 +26,13 @@ def test_a_sound_one(tmp_path: Path) -> None:
     assert read_settings(path).value["target"] == {"huggingface": "org/target"}
 
 
+def test_the_documented_example_is_sound(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "publishing.md").read_text("utf-8")
+    path = tmp_path / "publish.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0], "utf-8")
+    assert read_settings(path).value["training"]["facts"] == {"samples": 1200000}
+
+
 def test_a_misspelt_key_comes_first_with_the_one_that_was_meant(tmp_path: Path) -> None:
     error = refusal(tmp_path, SOUND.replace("license", "licence"))
     assert error.problem == "licence is no key; did you mean license?"
