@@ -258,6 +258,11 @@ def _require_sense(
         raise UsageError("--offline only renders and checks", hint="Add --dry-run.")
     if options.allow_unverified is not None and not options.allow_unverified.strip():
         raise UsageError("needs a reason; the card shows it", where="--allow-unverified")
+    if not options.report and options.allow_unverified is None:
+        raise UsageError("no report", hint="Give --report, as written by `eagle3pack verify`.")
+    for report in options.report:  # the weights are hashed first, which may take minutes
+        if not report.is_file():
+            raise InputError("is no file", where=str(report), hint="`eagle3pack verify --report` writes it.")
     if options.tag is not None and not _TAG.fullmatch(options.tag):
         raise UsageError(f"{options.tag!r} is no name of a tag", where="--tag", hint="For example v1.0.")
     sends = [name for name in SENDING if getattr(options, name)]
@@ -300,8 +305,6 @@ def _card_inputs(
     reports, verdict = read_reports(options.report, draft.digest)
     require_shape(facts, declared)
     require_target(reports, declared)
-    if not reports and options.allow_unverified is None:
-        raise UsageError("no report", hint="Give --report, as written by `eagle3pack verify`.")
     reason = (options.allow_unverified or "").strip()
     if verdict.unverified and not reason:
         raise InputError(

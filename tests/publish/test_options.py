@@ -27,6 +27,7 @@ from tests.publish.conftest import HF, Place
         (("--lang", "fr"), (HF,), "fr"),
         (("--allow-unverified", " "), (HF,), "reason"),
         (("--no-report",), (HF,), "no report"),
+        (("--report", "nowhere.json"), (HF,), "nowhere.json: is no file"),
         (("--config", "nowhere.yaml"), (HF,), "nowhere.yaml"),
         ((), ("hf:org/ti--ny",), "no name that a hub takes"),
         ((), ("ms:org/tiny.git",), "no name that a hub takes"),
