@@ -124,8 +124,10 @@ def _ask(
 
         require_device(given["device"])
     if ignored := ignored_options(given):
-        whose = "the reference engine" if runs_vllm(given) else "vLLM, which does not run"
-        console.say(f"ignored, since for {whose}: {', '.join(ignored)}")
+        reader = (
+            "the reference engine reads that" if runs_vllm(given) else "vLLM reads that, and it does not run"
+        )
+        console.say(f"ignored: {', '.join(ignored)} (only {reader})")
     return asked
 
 

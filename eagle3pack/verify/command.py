@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,9 +180,10 @@ def _resolve_target(text: str) -> TargetSpec:
     try:
         target = resolve_target(text)
     except InputError:
-        path = Path(text) / CONFIG_NAME if Path(text).is_dir() else Path(text)
-        if path.is_file():
-            _require_no_draft(read_json_object(path), text)
+        if os.path.lexists(text):
+            path = Path(text) / CONFIG_NAME if Path(text).is_dir() else Path(text)
+            if path.is_file():
+                _require_no_draft(read_json_object(path), text)
         raise
     _require_no_draft(target.raw, text)
     return target
@@ -238,4 +239,5 @@ def write_report(document: Mapping[str, Any], path: Path) -> None:
     except OSError as error:
         raise TransportError(f"cannot be written ({error.strerror or error})", where=str(path)) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a name that is too long cannot be unlinked either
+            temporary.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from eagle3pack.verify.context import CONFIG_NAME, RECORD_NAME
 from eagle3pack.verify.report import SCHEMA
 from eagle3pack.verify.weights import PICKLE_SUFFIXES
 
+_LONGEST_NAME = 230  # of 255 that file systems take, less what `write_report` adds meanwhile
 _MODEL_SUFFIXES = (".safetensors", ".index.json", *PICKLE_SUFFIXES)
 
 
@@ -29,7 +30,7 @@ def require_report_path(path: Path, models: Iterable[str]) -> None:
     """
     where = f"--report {path}"
     _require_no_model_file(path, models, where)
-    if not path.parent.is_dir():
+    if not _is_folder(path.parent):
         raise UsageError(f"there is no folder {path.parent}", where=where, hint="Make it first.")
     if os.path.lexists(path) and not _is_report(path):
         raise UsageError(
@@ -37,6 +38,8 @@ def require_report_path(path: Path, models: Iterable[str]) -> None:
             where=where,
             hint="Give another name, or delete it yourself if you mean it.",
         )
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise UsageError("has too long a name", where=where)
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise PermissionDenied("may not be written", where=where, hint="Check the mode of its folder.")
 
@@ -49,7 +52,7 @@ def require_log_path(path: Path, models: Iterable[str]) -> None:
     """
     where = f"--engine-log {path}"
     _require_no_model_file(path, models, where)
-    if not path.parent.is_dir():
+    if not _is_folder(path.parent):
         raise UsageError(f"there is no folder {path.parent}", where=where, hint="Make it first.")
 
 
@@ -62,13 +65,18 @@ def _require_no_model_file(path: Path, models: Iterable[str], where: str) -> Non
         if location.place != "local":
             continue
         place = Path(location.name)
-        folder = place if place.is_dir() else place.parent
+        folder = place if _is_folder(place) else place.parent
         if os.path.realpath(path.parent) == os.path.realpath(folder):
             raise UsageError(
                 f"is a file of the model {model}; it is not overwritten",
                 where=where,
                 hint="Give another name.",
             )
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is one; a name that is too long, at which `Path.is_dir` raises, is none."""
+    return os.path.lexists(path) and path.is_dir()
 
 
 def _is_report(path: Path) -> bool:

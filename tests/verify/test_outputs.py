@@ -51,6 +51,11 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
         require_log_path(tmp_path / "none" / "vllm.log", [])
 
 
+def test_a_name_too_long_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="too long"):
+        require_report_path(tmp_path / ("x" * 250), [])
+
+
 def test_a_log_does_not_go_over_weights(tmp_path: Path) -> None:
     folder = drafts.make().write(tmp_path / "draft")
     with pytest.raises(UsageError, match="not overwritten"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from eagle3pack.checkpoint.files import open_checkpoint
 from eagle3pack.documents import read_json_object
 from eagle3pack.draft.config import parse_draft_config
 from eagle3pack.errors import UsageError
-from eagle3pack.sources import parse_location
 
 _GATES = ("min_acceptance_length", "min_retention", "min_agreement")
 _RUNS = (*_GATES, "baseline", "against")
@@ -127,17 +127,13 @@ def _require_url(url: str) -> None:
 def _require_engine(given: Mapping[str, Any], target: str) -> None:
     from eagle3pack.verify.smoke.engines import served_target
 
-    location = served_target(target)
-    if given["engine"] == "reference":
-        folder = Path(location.name)
-        if (
-            parse_location(target).place == "local"
-            and folder.is_dir()
-            and not any(folder.glob("*.safetensors"))
-        ):
+    if os.path.lexists(target):  # what is not there, `resolve_target` tells better
+        location = served_target(target)
+        if given["engine"] == "reference" and not any(Path(location.name).glob("*.safetensors")):
             raise UsageError(
                 "holds no safetensors weights, which an engine needs", where=f"--target {target}"
             )
+    if given["engine"] == "reference":
         return
     from eagle3pack.verify.smoke.installation import find_program
 

@@ -84,6 +84,13 @@ def test_an_engine_needs_a_target(arguments: str, models: tuple[Path, Path], cli
     assert (result.code, "needs --target" in result.err) == (2, True)
 
 
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "x" * 5000])
+def test_a_target_that_is_not_there_is_called_so(name: str, models: tuple[Path, Path], cli: Cli) -> None:
+    result = cli("verify", models[0], "--target", name, "--engine", "reference", "--report", "report.json")
+    assert result.code == 3
+    assert "no such folder" in result.err or "cannot be opened" in result.err
+
+
 def test_a_gate_without_weights_fails(models: tuple[Path, Path], tmp_path: Path, cli: Cli) -> None:
     draft, target = models
     report = tmp_path / "report.json"
@@ -127,4 +134,4 @@ def test_a_gate_that_is_not_reached_is_said_beside_json(
 def test_what_only_vllm_reads_is_said_to_be_ignored(models: tuple[Path, Path], cli: Cli) -> None:
     result = cli("verify", models[0], "--target", models[1], "--block-size", "16", "--enforce-eager")
     assert result.code == 0
-    assert "ignored, since for vLLM, which does not run: --enforce-eager, --block-size" in result.err
+    assert "ignored: --enforce-eager, --block-size (only vLLM reads that, and it does not run)" in result.err
