@@ -20,7 +20,14 @@ from typing import Any
 
 from eagle3pack.checkpoint.archive import find_values, is_shape
 from eagle3pack.checkpoint.files import Checkpoint
-from eagle3pack.checkpoint.header import DTYPE_BITS, Header, TensorEntry, is_tensor_name, tensor_bytes
+from eagle3pack.checkpoint.header import (
+    DTYPE_BITS,
+    TORCH_DTYPES,
+    Header,
+    TensorEntry,
+    is_tensor_name,
+    tensor_bytes,
+)
 from eagle3pack.checkpoint.inert import Inert, inert, read_inert
 from eagle3pack.checkpoint.opening import opened
 from eagle3pack.documents import describe
@@ -31,19 +38,6 @@ MODEL_FOLDER = "model"  # beside optimizer/ and lr_scheduler/ in an iteration of
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 DRAFT_PREFIX = "draft_model."  # TorchSpec's Eagle3Model holds the draft under this name
 _MAX_METADATA_BYTES = 64 << 20
-
-_DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _CLASSES = (
     "Metadata",
     "TensorStorageMetadata",
@@ -59,7 +53,7 @@ _METADATA_NAMES: Mapping[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): inert("_StorageInfo"),
     ("torch.serialization", "_get_layout"): inert("layout"),
     ("torch", "Size"): tuple,
-    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+    **{("torch", name): dtype for name, dtype in TORCH_DTYPES.items()},
     ("collections", "OrderedDict"): dict,
     **{
         (module, name): inert("path")  # the folder that it was saved to, which nobody needs

@@ -54,6 +54,23 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 
 
+# torch's name of a dtype -> its name in a header.
+TORCH_DTYPES: Mapping[str, str] = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor in a file, and where its bytes are.

@@ -19,7 +19,7 @@ from eagle3pack.checkpoint.files import (
     read_weight_map,
     require_agreement,
 )
-from eagle3pack.checkpoint.header import Header, TensorEntry, is_tensor_name
+from eagle3pack.checkpoint.header import TORCH_DTYPES, Header, TensorEntry, is_tensor_name
 from eagle3pack.checkpoint.opening import opened, require_weights
 from eagle3pack.documents import describe
 from eagle3pack.errors import InputError
@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 _ZIP = b"PK\x03\x04"
-_DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
 
 
 def open_pickles(folder: Path, names: list[str]) -> Checkpoint:
@@ -116,9 +102,9 @@ def _entry(name: object, value: object, path: Path) -> TensorEntry:
             hint="A training checkpoint wraps the weights; save the bare state dict, model.state_dict().",
         )
     dtype = str(value.dtype).removeprefix("torch.")
-    if value.layout != torch.strided or dtype not in _DTYPES:
+    if value.layout != torch.strided or dtype not in TORCH_DTYPES:
         raise InputError(f"is a {dtype} tensor in {value.layout}, which safetensors cannot hold", where=where)
-    return TensorEntry(name, _DTYPES[dtype], tuple(value.shape), path, 0, value.nbytes, _values(value))
+    return TensorEntry(name, TORCH_DTYPES[dtype], tuple(value.shape), path, 0, value.nbytes, _values(value))
 
 
 def _values(tensor: torch.Tensor) -> Callable[[], memoryview]:

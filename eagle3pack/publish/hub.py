@@ -7,13 +7,14 @@ there equals what was sent is decided in flow.py, alike for both hubs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
-from eagle3pack.errors import ConflictError, TransportError, UsageError
+from eagle3pack.errors import ConflictError, Eagle3PackError, TransportError, UsageError
 
 HubKind = Literal["hf", "ms"]
 HUB_NAMES: Mapping[HubKind, str] = {"hf": "Hugging Face", "ms": "ModelScope"}
@@ -170,6 +171,25 @@ class Commit:
     revision: str
     url: str
     id: str = ""
+
+
+@contextmanager
+def translated(explain: Callable[[BaseException, str], Eagle3PackError | None], doing: str) -> Iterator[None]:
+    """Turn a hub client's exceptions into ours; what is no fault of transport or hub passes.
+
+    Args:
+        explain: our error for an exception of that client or its transport; None for anything else.
+        doing: what was being done, for the message.
+    """
+    try:
+        yield
+    except Eagle3PackError:
+        raise
+    except Exception as error:
+        ours = explain(error, doing)
+        if ours is None:
+            raise
+        raise ours from error
 
 
 def require_safe_endpoint(endpoint: str) -> str:

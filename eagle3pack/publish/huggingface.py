@@ -8,8 +8,7 @@ errors come from two different libraries (httpx, httpx2).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from eagle3pack.errors import (
@@ -28,6 +27,7 @@ from eagle3pack.publish.hub import (
     UnsettledError,
     redact,
     require_safe_endpoint,
+    translated,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class HuggingFace:
 
     def require_login(self) -> str:
         """The name of the account that publishes."""
-        with _translated("asking who is logged in"):
+        with translated(explain, "asking who is logged in"):
             return str(self._api.whoami()["name"])
 
     def read_state(self, revision: str | None = None) -> RemoteState | None:
@@ -80,7 +80,7 @@ class HuggingFace:
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
         from huggingface_hub.hf_api import RepoFile
 
-        with _translated(f"reading {self.repo_id}"):
+        with translated(explain, f"reading {self.repo_id}"):
             try:
                 info = self._api.repo_info(self.repo_id, revision=revision)
                 entries = list(self._api.list_repo_tree(self.repo_id, recursive=True, revision=info.sha))
@@ -98,7 +98,7 @@ class HuggingFace:
         from huggingface_hub import hf_hub_url
 
         http = _http()
-        with _translated(f"reading {path}"):
+        with translated(explain, f"reading {path}"):
             url = hf_hub_url(self.repo_id, path, revision=head, endpoint=self.endpoint)
             response = http.get_session().get(url, headers=http.build_hf_headers())
             http.hf_raise_for_status(response)
@@ -106,7 +106,7 @@ class HuggingFace:
 
     def create(self, *, public: bool, license_id: str) -> None:
         """Create the repository, private: it becomes public when its content was verified."""
-        with _translated(f"creating {self.repo_id}"):
+        with translated(explain, f"creating {self.repo_id}"):
             try:
                 self._api.create_repo(self.repo_id, private=True, exist_ok=True)
             except KeyError:  # a 409 whose body lacks the repository's URL (huggingface_hub#3279)
@@ -116,7 +116,7 @@ class HuggingFace:
         """What the hub's own validator has against a card; nothing where it does not answer."""
         http = _http()
         try:
-            with _translated("checking the card"):
+            with translated(explain, "checking the card"):
                 response = http.get_session().post(
                     f"{self.endpoint}/api/validate-yaml",
                     json={"content": card, "repoType": "model"},
@@ -136,7 +136,7 @@ class HuggingFace:
             operation = CommitOperationAdd(file.path, file.local)
             operation.upload_info.sha256 = bytes.fromhex(file.sha256)  # hashed once, by us
             operations.append(operation)
-        with _translated("uploading"):
+        with translated(explain, "uploading"):
             self._api.preupload_lfs_files(
                 self.repo_id,
                 operations,
@@ -158,7 +158,7 @@ class HuggingFace:
 
         operations: list[Any] = [self._operations[file.path] for file in files]
         operations += [CommitOperationDelete(path, is_folder=False) for path in deletes]
-        with _translated("committing"):
+        with translated(explain, "committing"):
             info = self._api.create_commit(
                 self.repo_id,
                 operations,
@@ -173,7 +173,7 @@ class HuggingFace:
 
     def proposals(self) -> list[Commit]:
         """The open pull requests, newest first."""
-        with _translated("listing pull requests"):
+        with translated(explain, "listing pull requests"):
             found = self._api.get_repo_discussions(
                 self.repo_id, discussion_type="pull_request", discussion_status="open"
             )
@@ -182,17 +182,17 @@ class HuggingFace:
 
     def tags(self) -> set[str]:
         """Names of the repository's tags."""
-        with _translated("listing tags"):
+        with translated(explain, "listing tags"):
             return {ref.name for ref in self._api.list_repo_refs(self.repo_id).tags}
 
     def create_tag(self, tag: str, commit: str) -> None:
         """Tag a commit."""
-        with _translated(f"tagging {tag}"):
+        with translated(explain, f"tagging {tag}"):
             self._api.create_tag(self.repo_id, tag=tag, revision=commit)
 
     def make_public(self) -> None:
         """Let anyone read the repository."""
-        with _translated("making the repository public"):
+        with translated(explain, "making the repository public"):
             self._api.update_repo_settings(self.repo_id, private=False)
 
 
@@ -201,20 +201,6 @@ def _http() -> Any:
     from huggingface_hub import utils
 
     return utils
-
-
-@contextmanager
-def _translated(doing: str) -> Iterator[None]:
-    """Turn the client's exceptions into ours; what is no fault of transport or hub passes."""
-    try:
-        yield
-    except Eagle3PackError:
-        raise
-    except Exception as error:
-        translated = explain(error, doing)
-        if translated is None:
-            raise
-        raise translated from error
 
 
 def explain(error: BaseException, doing: str) -> Eagle3PackError | None:

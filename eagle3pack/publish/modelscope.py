@@ -11,8 +11,7 @@ import base64
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
@@ -32,6 +31,7 @@ from eagle3pack.publish.hub import (
     UnsettledError,
     redact,
     require_safe_endpoint,
+    translated,
 )
 
 KNOWN_VERSIONS = ("0.5.",)
@@ -81,14 +81,14 @@ class ModelScope:
         """The name of the account that publishes."""
         if not self._api.legacy.token:
             raise PermissionDenied("not logged in to ModelScope", where=self.url, hint=LOGIN_HINT)
-        with _translated("asking who is logged in"):
+        with translated(explain, "asking who is logged in"):
             return str(self._api.whoami().username)
 
     def read_state(self, revision: str | None = None) -> RemoteState | None:
         """The repository at the head of `master` or at a revision; None where that does not exist."""
         from modelscope_hub.errors import NotExistError
 
-        with _translated(f"reading {self.repo_id}"):
+        with translated(explain, f"reading {self.repo_id}"):
             try:
                 info = self._api.legacy.get_repo_info(self.repo_id, "model")
                 entries = self._api.legacy.list_repo_files(
@@ -107,7 +107,7 @@ class ModelScope:
 
     def read_text(self, path: str, head: str) -> str:
         """A small text file of the repository."""
-        with _translated(f"reading {path}"):
+        with translated(explain, f"reading {path}"):
             response = self._api.legacy.download_stream(self.repo_id, "model", path, revision=self.branch)
             return bytes(response.content).decode("utf-8", errors="replace")
 
@@ -115,7 +115,7 @@ class ModelScope:
         """Create the repository with its final visibility: the hub cannot change that through its API."""
         from modelscope_hub.errors import AlreadyExistsError
 
-        with _translated(f"creating {self.repo_id}"):
+        with translated(explain, f"creating {self.repo_id}"):
             try:
                 self._api.create_repo(
                     self.repo_id,
@@ -136,7 +136,7 @@ class ModelScope:
         if not blobs:
             return
         wanted = [{"oid": file.sha256, "size": file.size} for file in blobs.values()]
-        with _translated("uploading"):
+        with translated(explain, "uploading"):
             addresses = self._api.legacy.validate_blobs(self.repo_id, "model", wanted)
         for sha256, file in blobs.items():
             # A blob that the answer leaves out counts as stored; the listing after the commit proves it.
@@ -162,7 +162,7 @@ class ModelScope:
             )
         actions = [_action(file) for file in files]
         actions += [{"action": "delete", "path": path, "type": "normal", "size": 0} for path in deletes]
-        with _translated("committing"):
+        with translated(explain, "committing"):
             answer = self._api.legacy.create_commit(
                 self.repo_id, "model", actions, message, revision=self.branch
             )
@@ -183,13 +183,13 @@ class ModelScope:
 
     def tags(self) -> set[str]:
         """Names of the repository's tags."""
-        with _translated("listing tags"):
+        with translated(explain, "listing tags"):
             _, tags = self._api.legacy.list_revisions_detail(self.repo_id, "model")
         return {str(tag.get("Revision") or tag.get("Name")) for tag in tags}
 
     def create_tag(self, tag: str, commit: str) -> None:
         """Tag a revision."""
-        with _translated(f"tagging {tag}"):
+        with translated(explain, f"tagging {tag}"):
             self._api.legacy.create_tag(self.repo_id, "model", tag, commit)
 
     def make_public(self) -> None:
@@ -210,7 +210,7 @@ class ModelScope:
 
         require_safe_endpoint(address)
         try:
-            with _translated(f"uploading {file.path}"), file.local.open("rb") as stream:
+            with translated(explain, f"uploading {file.path}"), file.local.open("rb") as stream:
                 body = _Watched(stream, file.size, on_bytes)
                 if urlsplit(address).hostname in _own_hosts(self.endpoint):
                     self._api.legacy.upload_blob(address, body, file.size, timeout=TIMEOUT_S)
@@ -262,7 +262,7 @@ def _client() -> Any:
             + (f"; it lacks {', '.join(lacks)}" if lacks else ""),
             hint="pip install 'modelscope-hub>=0.5,<0.6'",
         )
-    with _translated("starting the client"):
+    with translated(explain, "starting the client"):
         return HubApi()
 
 
@@ -302,20 +302,6 @@ def _own_hosts(endpoint: str) -> set[str]:
     host = urlsplit(endpoint).hostname or ""
     base = host.removeprefix("www.")
     return {host, base, f"lfs.{base}", f"pre-lfs.{base}"}
-
-
-@contextmanager
-def _translated(doing: str) -> Iterator[None]:
-    """Turn the client's exceptions into ours; what is no fault of transport or hub passes."""
-    try:
-        yield
-    except Eagle3PackError:
-        raise
-    except Exception as error:
-        translated = explain(error, doing)
-        if translated is None:
-            raise
-        raise translated from error
 
 
 def explain(error: BaseException, doing: str) -> Eagle3PackError | None:
