@@ -37,7 +37,8 @@ def hand_over(folder: Path, framework: str, raw: dict[str, Any] | None = None, *
         write_draft(source, raw)
     if "target" not in options:
         target = folder / "target"
-        options["target"] = str(target if target.exists() else write_target(target))
+        width = (raw or {}).get("target_hidden_size") or 64
+        options["target"] = str(target if target.exists() else write_target(target, hidden_size=width))
     options.setdefault("num_kv_heads", 2)
     return run_convert(
         str(source),
