@@ -56,11 +56,23 @@ def iter_blocks(entry: TensorEntry, block_bytes: int = BLOCK_BYTES) -> Iterator[
     yield from _fill(entry, 0, entry.nbytes, memoryview(bytearray(min(block_bytes, entry.nbytes))))
 
 
-def same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
-    """Whether two tensors hold the same bytes, read side by side in bounded memory."""
-    return one.nbytes == other.nbytes and all(
-        mine == theirs for mine, theirs in zip(iter_blocks(one), iter_blocks(other), strict=True)
-    )
+def same_bytes(
+    one: TensorEntry, other: TensorEntry, on_bytes: Callable[[int], None] = lambda count: None
+) -> bool:
+    """Whether two tensors hold the same bytes, read side by side in bounded memory.
+
+    Args:
+        one: a tensor.
+        other: another.
+        on_bytes: told how many more bytes are equal, once a block.
+    """
+    if one.nbytes != other.nbytes:
+        return False
+    for mine, theirs in zip(iter_blocks(one), iter_blocks(other), strict=True):
+        if mine != theirs:
+            return False
+        on_bytes(len(mine))
+    return True
 
 
 def _fill(entry: TensorEntry, offset: int, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:

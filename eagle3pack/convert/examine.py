@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eagle3pack.checkpoint.files import Checkpoint, open_checkpoint
 from eagle3pack.checkpoint.header import TensorEntry
-from eagle3pack.checkpoint.reading import iter_blocks, read_tensor
+from eagle3pack.checkpoint.reading import read_tensor, same_bytes
 from eagle3pack.draft.config import DraftConfig
 from eagle3pack.draft.target import TargetSpec
 
@@ -80,11 +80,7 @@ def _difference(ours: TensorEntry, theirs: TensorEntry, on_bytes: Callable[[int]
         return f"its shape is {list(ours.shape)}, the target's {list(theirs.shape)}"
     if ours.dtype != theirs.dtype:
         return f"it is stored as {ours.dtype}, the target's as {theirs.dtype}"
-    for mine, other in zip(iter_blocks(ours), iter_blocks(theirs), strict=True):
-        if mine != other:
-            return "its values differ from the target's"
-        on_bytes(len(mine))
-    return None
+    return None if same_bytes(ours, theirs, on_bytes) else "its values differ from the target's"
 
 
 def vocabulary_map_is_identity(draft: Checkpoint, names: dict[str, str]) -> bool | None:

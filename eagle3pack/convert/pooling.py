@@ -19,7 +19,6 @@ import numpy.typing as npt
 PoolMethod = Literal["mean", "first"]
 Floats = npt.NDArray[np.floating[Any]]
 
-POOLABLE_DTYPES = ("BF16", "F16", "F32")
 CHUNK_BYTES = 4 << 20  # of source rows held at a time; keeps a conversion under 96 MB whatever its size
 
 
