@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eagle3pack.checkpoint.as_torch import load_tensor
 from eagle3pack.checkpoint.files import open_checkpoint
 from eagle3pack.checkpoint.header import TensorEntry
-from eagle3pack.checkpoint.reading import read_tensor
 from eagle3pack.documents import read_json_object
 from eagle3pack.draft.config import parse_draft_config
 from eagle3pack.draft.tensors import resolve_names
@@ -18,14 +18,7 @@ from eagle3pack.engine.draft_model import DraftModel
 from eagle3pack.engine.target import Target
 from eagle3pack.errors import InputError, UnsupportedDraftError
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-}
+PLAIN_DTYPES = frozenset({"BF16", "F16", "F32", "F64", "I64", "I32"})  # no scale stands beside them
 
 
 def load_draft(
@@ -103,14 +96,13 @@ def _load(
             where=where,
             hint="Run verify without an engine: its static checks say which of the two is wrong.",
         )
-    if entry.dtype not in TORCH_DTYPES:
+    if entry.dtype not in PLAIN_DTYPES:
         raise UnsupportedDraftError(
             f"{entry.name} is {entry.dtype}; the reference engine computes from plain weights only",
             where=where,
             hint="Run the smoke test with --engine vllm.",
         )
-    values = torch.frombuffer(read_tensor(entry), dtype=TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
-    return values.to(device=device, dtype=dtype if expected.is_floating_point() else torch.int64)
+    return load_tensor(entry).to(device=device, dtype=dtype if expected.is_floating_point() else torch.int64)
 
 
 def _fill_missing(

@@ -13,14 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3pack.checkpoint.as_torch import load_tensor, torch_dtype
 from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.checkpoint.opening import opened
-from eagle3pack.checkpoint.reading import read_tensor
 
 if TYPE_CHECKING:
     import torch
-
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I64": "int64", "BOOL": "bool"}
 
 
 def save_distributed(
@@ -59,7 +57,8 @@ def save_distributed(
 
     by_name = {".".join([*outer, name]): entry for name, entry in tensors.items()}
     state: dict[str, Any] = {
-        name: torch.empty(entry.shape, dtype=_dtype(entry), device="meta") for name, entry in tensors.items()
+        name: torch.empty(entry.shape, dtype=torch_dtype(entry), device="meta")
+        for name, entry in tensors.items()
     }
     for key in reversed(outer):
         state = {key: state}
@@ -68,25 +67,15 @@ def save_distributed(
         save(state, storage_writer=Writer(folder), planner=Planner())
 
 
-def _dtype(entry: TensorEntry) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, _DTYPES[entry.dtype])
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def _tensor(entry: TensorEntry) -> torch.Tensor:
     """A tensor over the bytes of an entry."""
     import torch
 
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=_dtype(entry))
-    if entry.values is not None:
-        return torch.frombuffer(bytearray(read_tensor(entry)), dtype=_dtype(entry)).reshape(entry.shape)
+    if entry.values is not None or not entry.nbytes:
+        return load_tensor(entry)
     with opened(entry.path) as descriptor:
         # Writable as torch wants it, and private: nothing can get back into the file.
         pages = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    count = entry.nbytes // _dtype(entry).itemsize
-    flat = torch.frombuffer(pages, dtype=_dtype(entry), count=count, offset=entry.start)
+    count = entry.nbytes // torch_dtype(entry).itemsize
+    flat = torch.frombuffer(pages, dtype=torch_dtype(entry), count=count, offset=entry.start)
     return flat.reshape(entry.shape)

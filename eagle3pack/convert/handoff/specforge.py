@@ -14,8 +14,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from eagle3pack.checkpoint.as_torch import load_tensor
 from eagle3pack.checkpoint.header import TensorEntry
-from eagle3pack.checkpoint.reading import read_tensor
 from eagle3pack.convert.handoff.draft import ConvertedDraft, Written, vocabulary_maps, write_draft
 from eagle3pack.convert.handoff.one_layer import (
     capture_layers,
@@ -99,10 +99,4 @@ def _save_maps(path: Path, d2t: TensorEntry, t2d: TensorEntry) -> None:
     """The file of `model.vocab_mapping_path`: torch.save of both tensors by name."""
     import torch
 
-    torch.save(
-        {
-            "d2t": torch.frombuffer(bytearray(read_tensor(d2t)), dtype=torch.int64),
-            "t2d": torch.frombuffer(bytearray(read_tensor(t2d)), dtype=torch.bool),
-        },
-        path,
-    )
+    torch.save({"d2t": load_tensor(d2t), "t2d": load_tensor(t2d)}, path)

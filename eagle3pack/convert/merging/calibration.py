@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3pack.checkpoint.as_torch import load_tensor
 from eagle3pack.checkpoint.header import Header, TensorEntry, read_header
-from eagle3pack.checkpoint.reading import iter_blocks, read_tensor
+from eagle3pack.checkpoint.reading import iter_blocks
 from eagle3pack.convert.merging.moments import Moments, Sample
 from eagle3pack.documents import parse_json_object, require_valid
 from eagle3pack.draft.config import DraftConfig
@@ -34,14 +35,6 @@ from eagle3pack.errors import InputError, PermissionDenied
 
 SCHEMA = "eagle3pack/calibration/1"
 METADATA_KEY = "eagle3pack_calibration"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,15 +244,9 @@ def _tensors(header: Header, hidden: int) -> dict[str, Tensor]:
             raise InputError(
                 f"is {entry.dtype} {list(entry.shape)}, expected {dtype} {list(shape)}", where=where
             )
-        data = read_tensor(entry)
-        tensor = (
-            torch.frombuffer(data, dtype=_DTYPES[dtype])
-            if entry.nbytes
-            else torch.empty(0, dtype=_DTYPES[dtype])
-        )
-        if not bool(torch.isfinite(tensor).all()):
+        tensors[name] = load_tensor(entry)
+        if not bool(torch.isfinite(tensors[name]).all()):
             raise InputError("holds NaN or infinity", where=where)
-        tensors[name] = tensor.reshape(shape)
     return tensors
 
 

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from eagle3pack.checkpoint.as_torch import load_tensor
 from eagle3pack.checkpoint.header import TensorEntry
-from eagle3pack.checkpoint.reading import read_tensor
 from eagle3pack.checkpoint.writer import PlannedTensor
 from eagle3pack.convert.compute import LayerResult
 from eagle3pack.convert.merging.attention import AttentionWeights, from_matrices, to_matrices
@@ -28,10 +28,10 @@ from eagle3pack.convert.merging.moments import Moments
 from eagle3pack.convert.merging.report import MergeReport
 from eagle3pack.convert.merging.rotary import RopeSpec, rope_spec
 from eagle3pack.convert.plan import Plan
+from eagle3pack.convert.requirements import FLOAT_DTYPES
 from eagle3pack.documents import describe
 from eagle3pack.errors import InputError, UsageError
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 LONGEST_DISTANCE = 32768  # als weighs distances by 1/(1 + distance); beyond this there is next to nothing
 
@@ -288,9 +288,9 @@ def load(entry: TensorEntry) -> Tensor:
     Raises:
         InputError: it is stored as something else.
     """
-    if entry.dtype not in _DTYPES:
+    if entry.dtype not in FLOAT_DTYPES:
         raise InputError(f"the tensor {entry.name} is stored as {entry.dtype}", where=str(entry.path))
-    return torch.frombuffer(read_tensor(entry), dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
+    return load_tensor(entry)
 
 
 def _grouping(text: str) -> Literal["contiguous", "similarity"] | Groups:
