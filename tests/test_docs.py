@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from eagle3pack.cli import COMMANDS
@@ -41,6 +42,19 @@ def test_every_option_has_a_help_text(name: str) -> None:
         if parameter.param_type_name == "option" and not getattr(parameter, "hidden", False):
             shown = getattr(parameter, "help", None) or getattr(parameter, "show_default", None)
             assert shown, parameter.opts
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_prints_every_option_once_and_under_a_heading(name: str) -> None:
+    context = click.Context(command(name), info_name=name)
+    printed = command(name).get_help(context)
+    for parameter in command(name).get_params(context):
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            shown = re.findall(rf"^  (?:-\w, )?{parameter.opts[-1]}[ \n]", printed, re.MULTILINE)
+            assert len(shown) == 1, parameter.opts
+    headings = re.findall(r"^(\w.*):$", printed, re.MULTILINE)
+    assert len(headings) > 3
+    assert headings[-1] == "Running"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

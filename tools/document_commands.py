@@ -23,7 +23,7 @@ def commands_page() -> str:
         "<!-- Written by tools/document_commands.py from the help texts; edit those, not this page. -->\n",
         _section("eagle3pack", cli, None),
     ]
-    group = click.Context(cli, info_name="eagle3pack")
+    group = click.Context(cli, info_name="eagle3pack", **cli.context_settings)
     for name in COMMANDS:
         command = cli.get_command(group, name)
         assert command is not None
@@ -33,7 +33,8 @@ def commands_page() -> str:
 
 def _section(title: str, command: click.Command, parent: click.Context | None) -> str:
     name = title.rpartition(" ")[2]
-    context = click.Context(command, info_name=name, parent=parent, terminal_width=WIDTH)
+    settings = {**command.context_settings, "terminal_width": WIDTH}
+    context = click.Context(command, info_name=name, parent=parent, **settings)
     return f"## {title}\n\n```text\n{command.get_help(context)}\n```\n"
 
 

@@ -7,90 +7,105 @@ from typing import Any
 import click
 
 from eagle3pack import console
-from eagle3pack.cli.options import ByteSize, FilePath, common_options
+from eagle3pack.cli.options import ByteSize, FilePath, GroupedCommand, common_options, option_group
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("source")
 @click.argument("out", type=click.Path())
-@click.option("--num-kv-heads", type=int, metavar="N", help="Key/value heads of the new draft.")
-@click.option("--target", metavar="TARGET", help="Target model; without --num-kv-heads its number is taken.")
-@click.option(
-    "--method",
-    type=click.Choice(["mean", "first", "procrustes", "svd", "als"]),
-    default="mean",
-    show_default=True,
-    help="How the heads of a group become one.",
+@option_group(
+    "Heads",
+    click.option("--num-kv-heads", type=int, metavar="N", help="Key/value heads of the new draft."),
+    click.option(
+        "--target", metavar="TARGET", help="Target model; without --num-kv-heads its number is taken."
+    ),
+    click.option(
+        "--method",
+        type=click.Choice(["mean", "first", "procrustes", "svd", "als"]),
+        default="mean",
+        show_default=True,
+        help="How the heads of a group become one.",
+    ),
+    click.option(
+        "--metric",
+        type=click.Choice(["identity", "norm", "embedding", "calibration"]),
+        help="What the closed-form methods take the attention input to look like.  [default: identity; "
+        "calibration where there is one]",
+    ),
+    click.option(
+        "--refit-output",
+        type=click.Choice(["closed", "ridge", "none"]),
+        help="Least squares for o_proj; ridge needs a calibration, and is the default with one.",
+    ),
+    click.option(
+        "--grouping",
+        default="contiguous",
+        show_default=True,
+        metavar="contiguous|similarity|auto|FILE",
+        help="Which heads share one; auto asks held-out activations; FILE lists them as JSON: "
+        "[[0, 3], [1, 2]].",
+    ),
+    click.option("--max-distance", type=click.IntRange(1), metavar="N", help="Positions that als looks at."),
 )
-@click.option(
-    "--metric",
-    type=click.Choice(["identity", "norm", "embedding", "calibration"]),
-    help="What the closed-form methods take the attention input to look like.  [default: identity; "
-    "calibration where there is one]",
+@option_group(
+    "Calibration and healing",
+    click.option(
+        "--calibrate-with",
+        metavar="PROMPTS",
+        help="Let TARGET and SOURCE answer these prompts first, and merge by what the attention reads: a "
+        "file, or the word shipped for the prompts that come with this package.",
+    ),
+    click.option(
+        "--save-calibration", type=FilePath(), metavar="FILE", help="Keep what --calibrate-with recorded."
+    ),
+    click.option(
+        "--calibration",
+        type=FilePath(),
+        metavar="FILE",
+        help="Use what --save-calibration kept, on any machine.",
+    ),
+    click.option(
+        "--heal",
+        type=click.IntRange(1),
+        metavar="STEPS",
+        help="Then train the merged attention, and nothing else, to give SOURCE's output on the calibration.",
+    ),
+    click.option(
+        "--heal-state",
+        type=FilePath(),
+        metavar="FILE",
+        help="Keep there how far --heal came, and go on from there.",
+    ),
 )
-@click.option(
-    "--refit-output",
-    type=click.Choice(["closed", "ridge", "none"]),
-    help="Least squares for o_proj; ridge needs a calibration, and is the default with one.",
+@option_group(
+    "Form of the result",
+    click.option("--canonical", is_flag=True, help="Write the portable config.json and tensor names."),
+    click.option(
+        "--layout",
+        type=click.Choice(["keep", "midlayer", "layers"]),
+        default="keep",
+        show_default=True,
+        help="Prefix of the first layer's tensors.",
+    ),
+    click.option("--strip-shared", is_flag=True, help="Leave out what equals the target's (needs --target)."),
+    click.option(
+        "--shard-size", type=ByteSize(), default="5GB", show_default=True, help="Split files above this."
+    ),
 )
-@click.option(
-    "--grouping",
-    default="contiguous",
-    show_default=True,
-    metavar="contiguous|similarity|auto|FILE",
-    help="Which heads share one; auto asks held-out activations; FILE lists them as JSON: [[0, 3], [1, 2]].",
-)
-@click.option("--max-distance", type=click.IntRange(1), help="Positions that als looks at.")
-@click.option(
-    "--calibrate-with",
-    metavar="PROMPTS",
-    help="Let TARGET and SOURCE answer these prompts first, and merge by what the attention reads: a file, "
-    "or the word shipped for the prompts that come with this package.",
-)
-@click.option(
-    "--save-calibration", type=FilePath(), metavar="FILE", help="Keep what --calibrate-with recorded."
-)
-@click.option(
-    "--calibration",
-    type=FilePath(),
-    metavar="FILE",
-    help="Use what --save-calibration kept, on any machine.",
-)
-@click.option(
-    "--heal",
-    type=click.IntRange(1),
-    metavar="STEPS",
-    help="Then train the merged attention, and nothing else, to give SOURCE's output on the calibration.",
-)
-@click.option(
-    "--heal-state",
-    type=FilePath(),
-    metavar="FILE",
-    help="Keep there how far --heal came, and go on from there.",
-)
-@click.option("--canonical", is_flag=True, help="Write the portable config.json and tensor names.")
-@click.option(
-    "--layout",
-    type=click.Choice(["keep", "midlayer", "layers"]),
-    default="keep",
-    show_default=True,
-    help="Prefix of the first layer's tensors.",
-)
-@click.option("--strip-shared", is_flag=True, help="Leave out what equals the target's (needs --target).")
-@click.option(
-    "--shard-size", type=ByteSize(), default="5GB", show_default=True, help="Split files above this."
-)
-@click.option(
-    "--draft-config",
-    type=click.Path(),
-    metavar="FILE",
-    help="config.json of a SOURCE that has none: a training checkpoint.",
-)
-@click.option(
-    "--retrain-with",
-    type=(click.Choice(["torchspec", "specforge", "speculators"]), FilePath()),
-    metavar="torchspec|specforge|speculators DIR",
-    help="Also write in DIR what that framework needs to retrain the new draft.",
+@option_group(
+    "Retraining",
+    click.option(
+        "--draft-config",
+        type=click.Path(),
+        metavar="FILE",
+        help="config.json of a SOURCE that has none: a training checkpoint.",
+    ),
+    click.option(
+        "--retrain-with",
+        type=(click.Choice(["torchspec", "specforge", "speculators"]), FilePath()),
+        metavar="torchspec|specforge|speculators DIR",
+        help="Also write in DIR what that framework needs to retrain the new draft.",
+    ),
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--hash-source", is_flag=True, help="Record the sha256 of the source's files too.")

@@ -51,6 +51,39 @@ class FilePath(click.Path):
         return Path(str(super().convert(value, param, ctx)))
 
 
+_LAST_HEADING = "Running"  # of options in no group, --help among them
+
+
+def option_group(heading: str, *options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Add options that --help prints under a heading, in a command of the class GroupedCommand."""
+
+    def add(command: Command) -> Command:
+        others = list(getattr(command, "__click_params__", ()))
+        for option in reversed(options):
+            option(command)
+        for param in command.__click_params__:  # type: ignore[attr-defined]
+            if param not in others:
+                param.heading = heading
+        return command
+
+    return add
+
+
+class GroupedCommand(click.Command):
+    """A command whose --help prints each option group under its heading."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups in the order of their options."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                groups.setdefault(getattr(param, "heading", _LAST_HEADING), []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 def common_options(command: Command) -> Command:
     """Add --json, -v and -q."""
     for option in (

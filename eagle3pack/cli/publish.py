@@ -8,61 +8,71 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eagle3pack import console
-from eagle3pack.cli.options import FilePath, common_options
+from eagle3pack.cli.options import FilePath, GroupedCommand, common_options, option_group
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("folder", type=FilePath())
-@click.option(
-    "--to", multiple=True, metavar="HUB:ORG/NAME", help="hf:ORG/NAME or ms:ORG/NAME; may be given twice."
+@option_group(
+    "What is published, and where",
+    click.option(
+        "--to", multiple=True, metavar="HUB:ORG/NAME", help="hf:ORG/NAME or ms:ORG/NAME; may be given twice."
+    ),
+    click.option(
+        "--report",
+        multiple=True,
+        type=FilePath(),
+        metavar="FILE",
+        help="What verify wrote; may be given again.",
+    ),
+    click.option(
+        "--config",
+        type=FilePath(),
+        metavar="FILE",
+        help="publish.yaml; looked for here and in FOLDER.",
+    ),
+    click.option(
+        "--allow-unverified",
+        metavar="REASON",
+        help="Publish although verification is not complete; the card shows why.",
+    ),
 )
-@click.option(
-    "--report",
-    multiple=True,
-    type=FilePath(),
-    metavar="FILE",
-    help="What verify wrote; may be given again.",
+@option_group(
+    "The repository",
+    click.option(
+        "--public", is_flag=True, help="Anyone may read the repository; otherwise a new one is private."
+    ),
+    click.option("--tag", metavar="T", help="Tag the commit."),
+    click.option("--pr", is_flag=True, help="Open a pull request (Hugging Face only)."),
+    click.option("--replace-card", is_flag=True, help="Replace a README that eagle3pack did not write."),
+    click.option("--prune", is_flag=True, help="Delete weights of another draft from the repository."),
 )
-@click.option(
-    "--config",
-    type=FilePath(),
-    metavar="FILE",
-    help="publish.yaml; looked for here and in FOLDER.",
+@option_group(
+    "The card",
+    click.option("--lang", metavar="en,zh", help="Languages of the card; each hub's own by default."),
+    click.option(
+        "--render-to",
+        type=FilePath(file_okay=False),
+        metavar="DIR",
+        help="Keep the rendered files.",
+    ),
+    click.option(
+        "--check-card", is_flag=True, help="Only compare README.md in FOLDER with what would be rendered."
+    ),
 )
 @click.option("--dry-run", is_flag=True, help="Check, render and plan; send nothing.")
 @click.option("--offline", is_flag=True, help="With --dry-run: ask no hub.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option(
-    "--public", is_flag=True, help="Anyone may read the repository; otherwise a new one is private."
-)
-@click.option("--tag", metavar="T", help="Tag the commit.")
-@click.option("--pr", is_flag=True, help="Open a pull request (Hugging Face only).")
-@click.option("--replace-card", is_flag=True, help="Replace a README that eagle3pack did not write.")
-@click.option("--prune", is_flag=True, help="Delete weights of another draft from the repository.")
-@click.option("--lang", metavar="en,zh", help="Languages of the card; each hub's own by default.")
-@click.option(
-    "--check-card", is_flag=True, help="Only compare README.md in FOLDER with what would be rendered."
-)
-@click.option(
-    "--allow-unverified",
-    metavar="REASON",
-    help="Publish although verification is not complete; the card shows why.",
-)
-@click.option(
     "--receipt",
     type=FilePath(dir_okay=False),
     default="receipt.json",
     show_default=True,
+    metavar="FILE",
     help="Record of what was published.",
-)
-@click.option(
-    "--render-to",
-    type=FilePath(file_okay=False),
-    metavar="DIR",
-    help="Keep the rendered files.",
 )
 @common_options
 def publish(folder: Path, as_json: bool, **options: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from eagle3pack.cli.options import FilePath
+from eagle3pack.cli.options import FilePath, option_group
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,83 +19,130 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _FILE = FilePath(exists=True, dir_okay=False)
 _SHARE = click.FloatRange(0, 1)
 
-_OPTIONS = (
-    click.option(
-        "--engine",
-        type=click.Choice(["auto", "none", "reference", "vllm"]),
-        default="auto",
-        show_default=True,
-        help="What runs the smoke test. auto: vLLM where --vllm-command or --endpoint names one, else "
-        "PyTorch in this process where the target's weights are on this machine.",
+_COUNT = click.IntRange(min=1)
+
+_GROUPS = (
+    option_group(
+        "Smoke test",
+        click.option(
+            "--engine",
+            type=click.Choice(["auto", "none", "reference", "vllm"]),
+            default="auto",
+            show_default=True,
+            help="What runs the smoke test. auto: vLLM where --vllm-command or --endpoint names one, else "
+            "PyTorch in this process where the target's weights are on this machine.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+            help="What the engine computes in.",
+        ),
+        click.option("--device", metavar="DEVICE", help="Of the reference engine: cpu, cuda, cuda:1."),
+        click.option(
+            "--num-speculative-tokens",
+            type=click.IntRange(1, 32),
+            default=3,
+            show_default=True,
+            metavar="K",
+            help="Tokens that the draft proposes at a time.",
+        ),
+        click.option(
+            "--max-concurrency",
+            type=_COUNT,
+            default=16,
+            show_default=True,
+            metavar="N",
+            help="Conversations that run at once.",
+        ),
+        click.option(
+            "--max-tokens",
+            type=click.IntRange(min=2),
+            default=128,
+            show_default=True,
+            metavar="N",
+            help="Tokens of an answer at most.",
+        ),
+        click.option(
+            "--probes/--no-probes", default=True, show_default=True, help="Requests beside the average."
+        ),
     ),
-    click.option("--vllm-command", metavar="CMD", help="What starts vLLM, if not `vllm` on PATH."),
-    click.option("--endpoint", metavar="URL", help="A vLLM server that runs already."),
-    click.option("--device", metavar="DEVICE", help="Of the reference engine: cpu, cuda, cuda:1."),
-    click.option(
-        "--dtype",
-        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-        help="What the engine computes in.",
+    option_group(
+        "Prompts",
+        click.option(
+            "--prompts",
+            type=_FILE,
+            metavar="FILE",
+            help="MT-Bench's question.jsonl and the like, or one prompt a line.",
+        ),
+        click.option(
+            "--dataset-name",
+            metavar="NAME",
+            help="What reports call the prompts; the file's name by default.",
+        ),
+        click.option(
+            "--category",
+            "categories",
+            multiple=True,
+            metavar="NAME",
+            help="Only prompts of this category; repeatable.",
+        ),
+        click.option("--limit", type=_COUNT, metavar="N", help="Prompts at most."),
     ),
-    click.option(
-        "--num-speculative-tokens", type=click.IntRange(1, 32), default=3, show_default=True, metavar="K"
+    option_group(
+        "Comparisons and gates",
+        click.option("--baseline", is_flag=True, help="Run without the draft too: speed-up and agreement."),
+        click.option(
+            "--against", metavar="SOURCE", help="Run another draft too, and say what is retained of it."
+        ),
+        click.option(
+            "--min-acceptance-length", type=click.FloatRange(min=1), metavar="X", help="Fail below it."
+        ),
+        click.option(
+            "--min-retention",
+            type=click.FloatRange(min=0),
+            metavar="X",
+            help="Fail below it; with --against.",
+        ),
+        click.option(
+            "--min-agreement", type=_SHARE, metavar="X", help="Fail below this share; with --baseline."
+        ),
     ),
-    click.option(
-        "--max-concurrency",
-        type=click.IntRange(min=1),
-        default=16,
-        show_default=True,
-        help="Conversations that run at once.",
+    option_group(
+        "vLLM",
+        click.option("--vllm-command", metavar="CMD", help="What starts vLLM, if not `vllm` on PATH."),
+        click.option("--endpoint", metavar="URL", help="A vLLM server that runs already."),
+        click.option("--enforce-eager", is_flag=True, help="No graphs, no compilation."),
+        click.option("--max-model-len", type=_COUNT, metavar="N", help="Longest prompt and answer together."),
+        click.option("--attention-backend", metavar="NAME", help="Of target and draft."),
+        click.option("--block-size", type=_COUNT, metavar="N", help="Tokens of a KV page."),
+        click.option(
+            "--engine-arg",
+            "engine_args",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Any other option, KEY= for a flag; speculative-config.KEY=VALUE for the draft's. "
+            "Repeatable.",
+        ),
+        click.option(
+            "--start-timeout",
+            type=click.FloatRange(min=1),
+            default=1800,
+            show_default=True,
+            metavar="SECONDS",
+            help="How long vLLM may load.",
+        ),
+        click.option(
+            "--request-timeout",
+            type=click.FloatRange(min=1),
+            default=600,
+            show_default=True,
+            metavar="SECONDS",
+            help="How long one answer may take.",
+        ),
+        click.option(
+            "--engine-log", type=FilePath(dir_okay=False), metavar="FILE", help="Where vLLM's output goes."
+        ),
     ),
-    click.option(
-        "--prompts", type=_FILE, help="MT-Bench's question.jsonl and the like, or one prompt a line."
-    ),
-    click.option("--dataset-name", help="What reports call the prompts; the file's name by default."),
-    click.option("--limit", type=click.IntRange(min=1), help="Prompts at most."),
-    click.option(
-        "--category", "categories", multiple=True, help="Only prompts of this category; repeatable."
-    ),
-    click.option("--max-tokens", type=click.IntRange(min=2), default=128, show_default=True),
-    click.option("--baseline", is_flag=True, help="Run without the draft too: speed-up and agreement."),
-    click.option(
-        "--against", metavar="SOURCE", help="Run another draft too, and say what is retained of it."
-    ),
-    click.option("--min-acceptance-length", type=click.FloatRange(min=1), help="Fail below it."),
-    click.option("--min-retention", type=click.FloatRange(min=0), help="Fail below it; with --against."),
-    click.option("--min-agreement", type=_SHARE, help="Fail below this share; with --baseline."),
-    click.option(
-        "--probes/--no-probes", default=True, show_default=True, help="Requests beside the average."
-    ),
-    click.option("--enforce-eager", is_flag=True, help="vLLM: no graphs, no compilation."),
-    click.option(
-        "--max-model-len", type=click.IntRange(min=1), help="vLLM: longest prompt and answer together."
-    ),
-    click.option("--attention-backend", metavar="NAME", help="vLLM: of target and draft."),
-    click.option("--block-size", type=click.IntRange(min=1), help="vLLM: tokens of a KV page."),
-    click.option(
-        "--engine-arg",
-        "engine_args",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="vLLM: any other option, KEY= for a flag; speculative-config.KEY=VALUE for the draft's. "
-        "Repeatable.",
-    ),
-    click.option(
-        "--start-timeout",
-        type=click.FloatRange(min=1),
-        default=1800,
-        show_default=True,
-        metavar="SECONDS",
-        help="How long vLLM may load.",
-    ),
-    click.option(
-        "--request-timeout",
-        type=click.FloatRange(min=1),
-        default=600,
-        show_default=True,
-        metavar="SECONDS",
-        help="How long one answer may take.",
-    ),
-    click.option("--engine-log", type=FilePath(dir_okay=False), help="Where vLLM's output goes."),
 )
 
 
@@ -111,8 +158,8 @@ def smoke_options(command: Command) -> Command:
         return command(smoke=smoke, **values)
 
     others: list[click.Parameter] = list(getattr(command, "__click_params__", ()))
-    for option in reversed(_OPTIONS):
-        option(with_smoke)
+    for group in reversed(_GROUPS):
+        group(with_smoke)
     params: list[click.Parameter] = with_smoke.__click_params__  # type: ignore[attr-defined]
     names = [param.name for param in params if param not in others]
     return cast(Command, with_smoke)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eagle3pack import console
-from eagle3pack.cli.options import FilePath, common_options
+from eagle3pack.cli.options import FilePath, GroupedCommand, common_options, option_group
 from eagle3pack.cli.smoke_options import smoke_options, take_smoke_options
 
 if TYPE_CHECKING:
@@ -22,24 +22,29 @@ CHECK_FAILED = 3
 _TYPED = click.core.ParameterSource.COMMANDLINE
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("source")
-@click.option("--target", metavar="TARGET", help="Folder, config.json, hf: or ms: id, or a bundled ORG/NAME.")
-@click.option(
-    "--for",
-    "engines",
-    multiple=True,
-    metavar="ENGINES",
-    help="Whose rules count, of vllm, sglang, tensorrt-llm, llama.cpp; others' become notes; repeatable. "
-    "[default: vllm,sglang]",
+@option_group(
+    "Checks",
+    click.option(
+        "--target", metavar="TARGET", help="Folder, config.json, hf: or ms: id, or a bundled ORG/NAME."
+    ),
+    click.option(
+        "--for",
+        "engines",
+        multiple=True,
+        metavar="ENGINES",
+        help="Whose rules count, of vllm, sglang, tensorrt-llm, llama.cpp; others' become notes; "
+        "repeatable. [default: vllm,sglang]",
+    ),
+    click.option(
+        "--tensor-parallel-size", type=click.IntRange(min=1), metavar="N", help="Ranks that will serve it."
+    ),
+    click.option("--quick", is_flag=True, help="Read no values and run no engine, unless one is named."),
+    click.option("--strict", is_flag=True, help="Warnings fail too."),
+    click.option("--fix", metavar="OUT", help="Write a copy into OUT with every safe mend made."),
+    click.option("--report", type=FilePath(dir_okay=False), metavar="FILE", help="Write report.json here."),
 )
-@click.option(
-    "--tensor-parallel-size", type=click.IntRange(min=1), metavar="N", help="Ranks that will serve it."
-)
-@click.option("--quick", is_flag=True, help="Read no values and run no engine, unless one is named.")
-@click.option("--strict", is_flag=True, help="Warnings fail too.")
-@click.option("--fix", metavar="OUT", help="Write a copy into OUT with every safe mend made.")
-@click.option("--report", type=FilePath(dir_okay=False), help="Write report.json here.")
 @smoke_options
 @common_options
 @click.pass_context
