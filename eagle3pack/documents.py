@@ -81,6 +81,30 @@ def to_json(document: Mapping[str, Any]) -> str:
     )
 
 
+def read_file(path: Path, *, most: int | None = None) -> bytes:
+    """Read a small file whole.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        InputError: missing, too large, or the disk fails.
+        PermissionDenied: the file may not be read.
+    """
+    try:
+        size = path.stat().st_size
+        if most is not None and size > most:
+            raise InputError(f"is {size:,} bytes, expected at most {most:,}", where=str(path))
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise InputError("does not exist", where=str(path)) from None
+    except PermissionError:
+        raise PermissionDenied("may not be read", where=str(path), hint="Check the file's mode.") from None
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that must hold one object.
 
@@ -88,18 +112,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         InputError: missing, too large, not UTF-8, not JSON, a key twice, or not an object.
         PermissionDenied: the file may not be read.
     """
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise InputError(f"is {size:,} bytes, more than any JSON file of a draft", where=str(path))
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError("does not exist", where=str(path)) from None
-    except PermissionError:
-        raise PermissionDenied("may not be read", where=str(path), hint="Check the file's mode.") from None
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
-    return parse_json_object(data, where=str(path))
+    return parse_json_object(read_file(path, most=MAX_JSON_BYTES), where=str(path))
 
 
 def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from eagle3pack.errors import InputError, PermissionDenied, UsageError
+from eagle3pack.documents import read_file
+from eagle3pack.errors import InputError, UsageError
 
 SHIPPED_NAME = "eagle3pack prompts"
 _TEXT_KEYS = ("prompt", "question", "instruction", "text", "input")
@@ -95,15 +96,7 @@ def read_prompts(path: Path) -> PromptSet:
         InputError: it does not exist, is of no known form, or holds no prompt; the line is named.
         PermissionDenied: it may not be read.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError("does not exist", where=str(path)) from None
-    except PermissionError:
-        raise PermissionDenied("may not be read", where=str(path), hint="Check the file's mode.") from None
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
-    return parse_prompts(data, name=path.stem, where=str(path), suffix=path.suffix.lower())
+    return parse_prompts(read_file(path), name=path.stem, where=str(path), suffix=path.suffix.lower())
 
 
 def parse_prompts(data: bytes, *, name: str, where: str, suffix: str) -> PromptSet:
