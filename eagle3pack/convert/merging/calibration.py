@@ -9,6 +9,9 @@ Its metadata hold one JSON document, schemas/calibration.schema.json. Shape lett
     distance_mass    (any,) F64     attention of the draft by distance, sums to 1; may be absent
     embeds, hidden   (E, H) BF16    normed token embeddings, and hidden states before hidden_norm
     positions, steps (E,) I32       place in the text, and speculative step (0: true states)
+    token_ids        (E,) I32       the token that each position is paired with: the one after it, or the
+                                    drafted one; absent in files of earlier versions
+    answer           (E,) U8        1 where the target wrote that token: where a draft may be replayed
     lengths          (S,) I64       activations of each stretch, in order
     held_out         (S,) U8        1 where averages and refits leave the stretch alone
 """
@@ -46,6 +49,8 @@ class Stretch:
         hidden: hidden states before hidden_norm, (T, H), bfloat16.
         positions, steps: int32, (T,).
         held_out: nothing was fitted to it.
+        token_ids: what was embedded, in the target's ids, int32, (T,); None where the file is an old one.
+        answer: whether the target wrote that token, bool, (T,); never of drafted ones.
     """
 
     embeds: Tensor
@@ -53,6 +58,8 @@ class Stretch:
     positions: Tensor
     steps: Tensor
     held_out: bool
+    token_ids: Tensor | None = None
+    answer: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +149,7 @@ def require_same_draft(calibration: Calibration, config: DraftConfig, sha256: st
         where: the calibration file.
 
     Raises:
-        InputError: heads or widths differ, or the weights do.
+        InputError: heads, widths or weights differ, or it holds tokens that the draft does not know.
     """
     draft = calibration.document["draft"]
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"):
@@ -157,6 +164,12 @@ def require_same_draft(calibration: Calibration, config: DraftConfig, sha256: st
             where=where,
             hint="Calibrate this one with --calibrate-with.",
         )
+    for stretch in calibration.stretches:
+        if stretch.token_ids is not None and int(stretch.token_ids.max()) >= config.vocab_size:
+            raise InputError(
+                f"holds token {int(stretch.token_ids.max())}, the draft's vocabulary has {config.vocab_size}",
+                where=f"{where}: token_ids",
+            )
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
@@ -184,6 +197,10 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     }
     if calibration.distance_mass is not None:
         tensors["distance_mass"] = calibration.distance_mass
+    token_ids = [s.token_ids for s in stretches if s.token_ids is not None]
+    answer = [s.answer for s in stretches if s.answer is not None]
+    if stretches and len(token_ids) == len(answer) == len(stretches):  # not merged with an old one
+        tensors |= {"token_ids": torch.cat(token_ids), "answer": torch.cat(answer).to(torch.uint8)}
     metadata = {METADATA_KEY: json.dumps(calibration.document, ensure_ascii=False, allow_nan=False)}
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -234,6 +251,8 @@ def _tensors(header: Header, hidden: int) -> dict[str, Tensor]:
     if "distance_mass" in entries:
         mass = entries["distance_mass"].shape
         expected["distance_mass"] = ("F64", (mass[0] if len(mass) == 1 and mass[0] else 1,))
+    if "token_ids" in entries:
+        expected |= {"token_ids": ("I32", (count,)), "answer": ("U8", (count,))}
     tensors: dict[str, Tensor] = {}
     for name, (dtype, shape) in expected.items():
         where = f"{header.path}: {name}"
@@ -257,6 +276,11 @@ def _assembled(document: Mapping[str, Any], tensors: Mapping[str, Tensor], *, wh
         raise InputError(f"lengths do not add up to {len(positions)} activations", where=where)
     if bool((steps < 0).any()) or bool((positions < steps).any()):
         raise InputError("an activation stands before the start of its text", where=where)
+    token_ids, answer = tensors.get("token_ids"), tensors.get("answer")
+    if token_ids is not None and bool((token_ids < 0).any()):
+        raise InputError("token_ids holds a negative id", where=where)
+    if answer is not None and bool(((answer > 1) | (answer == 1) & (steps > 0)).any()):
+        raise InputError("answer holds something other than 0 and 1, or a 1 at a drafted token", where=where)
     moment, mass = tensors["second_moment"], tensors.get("distance_mass")
     if not torch.allclose(moment, moment.T, rtol=1e-3, atol=1e-5 * float(moment.abs().max() + 1e-30)):
         raise InputError("second_moment is not symmetric", where=where)
@@ -268,9 +292,21 @@ def _assembled(document: Mapping[str, Any], tensors: Mapping[str, Tensor], *, wh
     cuts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     embeds, hidden = tensors["embeds"], tensors["hidden"]
     stretches = tuple(
-        Stretch(embeds[cut], hidden[cut], positions[cut], steps[cut], bool(held_out))
+        Stretch(
+            embeds[cut],
+            hidden[cut],
+            positions[cut],
+            steps[cut],
+            bool(held_out),
+            None if token_ids is None else token_ids[cut],
+            None if answer is None else answer[cut].bool(),
+        )
         for cut, held_out in zip(cuts, tensors["held_out"].tolist(), strict=True)
     )
+    for stretch in stretches:
+        true = stretch.positions[stretch.steps == 0]
+        if stretch.answer is not None and not torch.equal(true, torch.arange(len(true), dtype=torch.int32)):
+            raise InputError("the true states of a text do not stand at 0, 1, 2, ...", where=where)
     return Calibration(document, (moment + moment.T) / 2, tensors["mean"], mass, stretches)
 
 

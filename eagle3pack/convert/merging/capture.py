@@ -6,6 +6,7 @@ after it (arXiv:2605.09992), and a refit that saw step 0 alone would serve the f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ class _Text:
     hidden: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
+    token_ids: list[Tensor] = field(default_factory=list)
+    answer: list[Tensor] = field(default_factory=list)
     count: int = 0
 
 
@@ -64,6 +67,7 @@ class Recorder:
         self._kept = 0
         self._turn = 0
         self._conversations: Sequence[int] = range(num_conversations)
+        self._answers: Sequence[Sequence[range]] = ()
         self._texts: dict[tuple[int, int], _Text] = {}
         width = 2 * draft.config.hidden_size
         self._moment = torch.zeros(width, width, dtype=torch.float64)
@@ -71,9 +75,16 @@ class Recorder:
         self._pending: list[Tensor] = []
         self._num_pending = 0
 
-    def start(self, turn: int, conversations: Sequence[int]) -> None:
-        """Announce a run of `generate`: which turn it is, and the conversation of each of its prompts."""
-        self._turn, self._conversations = turn, conversations
+    def start(self, turn: int, conversations: Sequence[int], answers: Sequence[Sequence[range]] = ()) -> None:
+        """Announce a run of `generate`.
+
+        Args:
+            turn: of the conversations.
+            conversations: of each prompt.
+            answers: for each prompt, the positions that the target's own tokens follow: from the prompt's
+                last token on, in a run of `generate`. Without them nobody can replay these texts.
+        """
+        self._turn, self._conversations, self._answers = turn, conversations, answers
 
     def __call__(self, made: DraftPass) -> None:
         """Record one pass."""
@@ -88,10 +99,7 @@ class Recorder:
             if not self._is_held_out(conversation):
                 self._count(inputs.float().cpu())
             if conversation // HELD_OUT_EVERY % self._stride == 0:
-                embeds = inputs[:, : draft.config.hidden_size]
-                self._keep(
-                    conversation, made.step, embeds, made.hidden[row, :width], made.positions[row, :width]
-                )
+                self._keep(request, made, row, inputs[:, : draft.config.hidden_size])
 
     def _is_held_out(self, conversation: int) -> bool:
         return self._holds_out and conversation % HELD_OUT_EVERY == 0
@@ -110,21 +118,28 @@ class Recorder:
             self.num_moments += len(x)
         self._pending, self._num_pending = [], 0
 
-    def _keep(self, conversation: int, step: int, embeds: Tensor, hidden: Tensor, positions: Tensor) -> None:
-        text = self._texts.setdefault((conversation, self._turn), _Text())
+    def _keep(self, request: int, made: DraftPass, row: int, embeds: Tensor) -> None:
+        text = self._texts.setdefault((self._conversations[request], self._turn), _Text())
         room = min(LONGEST_STRETCH - text.count, len(embeds))
         if room <= 0:
             return
         text.embeds.append(embeds[:room].to("cpu", torch.bfloat16, copy=True))
-        text.hidden.append(hidden[:room].to("cpu", torch.bfloat16, copy=True))
-        text.positions.append(positions[:room].to("cpu", torch.int32, copy=True))
-        text.steps.append(torch.full((room,), step, dtype=torch.int32))
+        text.hidden.append(made.hidden[row, :room].to("cpu", torch.bfloat16, copy=True))
+        text.positions.append(made.positions[row, :room].to("cpu", torch.int32, copy=True))
+        text.steps.append(torch.full((room,), made.step, dtype=torch.int32))
+        text.token_ids.append(made.token_ids[row, :room].to("cpu", torch.int32, copy=True))
+        text.answer.append(self._is_answer(request, made.step, text.positions[-1]))
         text.count += room
         self._kept += room
         while (
             self._kept > self._most and max(conversation for conversation, _ in self._texts) >= HELD_OUT_EVERY
         ):
             self._thin_out()
+
+    def _is_answer(self, request: int, step: int, positions: Tensor) -> Tensor:
+        """Whether the target wrote the token after each position; a drafted token is the draft's."""
+        ranges = self._answers[request] if self._answers and not step else ()
+        return torch.tensor([any(p in part for part in ranges) for p in positions.tolist()], dtype=torch.bool)
 
     def _thin_out(self) -> None:
         self._stride *= 2
@@ -146,6 +161,8 @@ class Recorder:
                 torch.cat(text.positions),
                 torch.cat(text.steps),
                 self._is_held_out(conversation),
+                torch.cat(text.token_ids),
+                torch.cat(text.answer),
             )
             for (conversation, _), text in sorted(self._texts.items())
         )
@@ -180,10 +197,10 @@ def record_speculation(
 
     for turn in range(max(len(prompt.turns) or 1 for prompt in prompts)):
         going_on = [i for i, prompt in enumerate(prompts) if turn < (len(prompt.turns) or 1)]
-        recorder.start(turn, going_on)
         asked = [
             prompts[i].token_ids or chat.prompt(prompts[i].turns[: turn + 1], answers[i]) for i in going_on
         ]
+        recorder.start(turn, going_on, [[range(len(prompt) - 1, sys.maxsize)] for prompt in asked])
         made = generate(target, asked, settings, draft=draft, on_tokens=on_tokens, on_draft_pass=recorder)
         for i, output in zip(going_on, made.outputs, strict=True):
             answers[i].append(chat.text(output))

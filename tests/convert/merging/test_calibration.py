@@ -17,11 +17,14 @@ from eagle3pack.convert.merging.calibration import (
     Stretch,
     merge_calibrations,
     read_calibration,
+    require_same_draft,
     visibility,
     write_calibration,
 )
 from eagle3pack.documents import schema_problems
+from eagle3pack.draft.config import parse_draft_config
 from eagle3pack.errors import InputError
+from tests.tiny import native_config
 
 H = 6
 
@@ -60,7 +63,9 @@ def calibration(seed: int = 0, tokens: int = 40) -> Calibration:
     def stretch(count: int, held_out: bool) -> Stretch:
         embeds, hidden = torch.randn(2, count, H, generator=generator).bfloat16()
         positions = torch.arange(count, dtype=torch.int32)
-        return Stretch(embeds, hidden, positions, torch.zeros_like(positions), held_out)
+        token_ids = torch.randint(90, (count,), generator=generator, dtype=torch.int32)
+        steps = torch.zeros_like(positions)
+        return Stretch(embeds, hidden, positions, steps, held_out, token_ids, positions >= 2)
 
     mass = torch.rand(3 + seed, generator=generator, dtype=torch.float64)
     stretches = (stretch(4, True), stretch(5, False))
@@ -83,6 +88,9 @@ def test_a_file_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for one, other in zip(found.stretches, made.stretches, strict=True):
         assert torch.equal(one.hidden, other.hidden) and torch.equal(one.embeds, other.embeds)
         assert torch.equal(one.positions, other.positions) and one.held_out == other.held_out
+        assert one.token_ids is not None and one.answer is not None
+        assert other.token_ids is not None and other.answer is not None
+        assert torch.equal(one.token_ids, other.token_ids) and torch.equal(one.answer, other.answer)
     assert [path.name for path in tmp_path.iterdir()] == ["c.safetensors"]
 
 
@@ -91,6 +99,24 @@ def test_without_activations_and_distances_it_is_a_calibration_still(tmp_path: P
     write_calibration(made, tmp_path / "c.safetensors")
     moments = read_calibration(tmp_path / "c.safetensors").moments(torch.ones(H), 1e-6)
     assert moments.samples == moments.held_out == () and moments.distance_mass is None
+
+
+def test_a_file_without_token_ids_is_read_and_makes_a_merged_one_that_has_none(tmp_path: Path) -> None:
+    old = replace(
+        calibration(),
+        stretches=tuple(replace(s, token_ids=None, answer=None) for s in calibration().stretches),
+    )
+    for i, made in enumerate((old, merge_calibrations([calibration(1), old]))):
+        write_calibration(made, tmp_path / f"{i}.safetensors")
+        found = read_calibration(tmp_path / f"{i}.safetensors")
+        assert all(stretch.token_ids is stretch.answer is None for stretch in found.stretches)
+
+
+def test_tokens_that_the_draft_does_not_know_are_refused() -> None:
+    shape = {"hidden_size": H, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    config = parse_draft_config(native_config(**shape, vocab_size=60, draft_vocab_size=60), where="c")
+    with pytest.raises(InputError, match="the draft's vocabulary has 60"):
+        require_same_draft(calibration(), config, "0" * 64, where="c")
 
 
 def test_moments_norm_the_hidden_half_and_keep_held_out_texts_apart() -> None:
@@ -139,6 +165,11 @@ def test_calibrations_of_different_models_do_not_mix(key: str) -> None:
         ("positions", torch.arange(8, dtype=torch.int32), "expected"),
         ("steps", torch.full((9,), 99, dtype=torch.int32), "before the start"),
         ("steps", torch.full((9,), -1, dtype=torch.int32), "before the start"),
+        ("token_ids", torch.full((9,), -1, dtype=torch.int32), "negative id"),
+        ("token_ids", torch.zeros(9), "expected I32"),
+        ("answer", torch.full((9,), 2, dtype=torch.uint8), "other than 0 and 1"),
+        ("answer", None, "missing"),
+        ("positions", torch.arange(9, dtype=torch.int32), "do not stand at"),
         ("lengths", torch.tensor([4, 4]), "add up"),
         ("lengths", torch.tensor([-1, 10]), "add up"),
         ("distance_mass", torch.zeros(3, dtype=torch.float64), "no distribution"),

@@ -60,12 +60,14 @@ class Run:
             write_draft(folder, raw, tensors=tensors, dtype="F32"), target=target
         )
         self.recorder = Recorder(self.draft, len(PROMPTS), most)
+        answers = [[range(len(prompt) - 1, 10**6)] for prompt in PROMPTS]
+        self.recorder.start(0, range(len(PROMPTS)), answers)
         self.outputs: dict[int, list[Tensor]] = {}
         self.inputs: dict[int, list[Tensor]] = {}
         self.last: tuple[Tensor, Tensor] | None = None
         attention: Any = self.draft.layers[0].self_attn
         handle = attention.register_forward_hook(self._hear)
-        generate(target, PROMPTS, SETTINGS, draft=self.draft, on_draft_pass=self._pass)
+        self.made = generate(target, PROMPTS, SETTINGS, draft=self.draft, on_draft_pass=self._pass)
         handle.remove()
         self.stretches = self.recorder.stretches()
 
@@ -112,6 +114,17 @@ def test_attention_over_what_was_recorded_is_what_the_engine_computed(recorded: 
             weights, spec, torch.cat(recorded.inputs[request]), sample.positions, sample.visible
         )
         torch.testing.assert_close(exact, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_text_that_the_draft_read_is_kept_and_which_of_it_is_answer(recorded: Run) -> None:
+    for prompt, output, stretch in zip(PROMPTS, recorded.made.outputs, recorded.stretches, strict=True):
+        assert stretch.token_ids is not None and stretch.answer is not None
+        true = stretch.steps == 0
+        following, text = stretch.token_ids[true].tolist(), [*prompt, *output]
+        assert following == text[1 : len(following) + 1]
+        assert len(text) - len(following) <= 1 + SETTINGS.num_speculative_tokens
+        assert stretch.answer[true].tolist() == [i >= len(prompt) - 1 for i in range(len(following))]
+        assert not bool(stretch.answer[~true].any())
 
 
 def test_averages_are_over_every_input_but_the_held_out(recorded: Run) -> None:
