@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3pack.documents import read_json_object
+from eagle3pack.documents import read_file, read_json_object
 from eagle3pack.errors import Eagle3PackError, InputError, TransportError, UsageError
 from eagle3pack.publish import licenses, settings
 from eagle3pack.publish.card import LANGUAGES, Card, CardInputs, render_card
@@ -333,10 +333,7 @@ def _compare_card(folder: Path, cards: Sequence[tuple[HubKind, Card]]) -> Publis
         InputError: they differ.
     """
     path = folder / CARD
-    try:
-        found = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path)) from None
+    found = read_file(path)
     for kind, card in cards:
         if found == card.text.encode("utf-8"):
             return PublishResult(

@@ -17,6 +17,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from eagle3pack.documents import read_file
 from eagle3pack.errors import InputError
 
 OPEN, CLOSE = "\ue000", "\ue001"  # private use: they mark a bound value while a card is rendered
@@ -92,12 +93,9 @@ def read_document(name: str, path: Path) -> Document:
 
     Raises:
         InputError: it cannot be read or is no JSON.
+        PermissionDenied: it may not be read.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    return json_document(name, content)
+    return json_document(name, read_file(path))
 
 
 class Node:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3pack.errors import InputError, PermissionDenied
+from eagle3pack.documents import read_file
+from eagle3pack.errors import PermissionDenied
 from eagle3pack.publish.card import CHART, Card, CardInputs, render_card
 from eagle3pack.publish.chart import draw_chart
 from eagle3pack.publish.folder import DraftFolder, published_file
@@ -61,7 +62,7 @@ def stage(
         InputError: the card cannot be rendered honestly, or a file may not be published.
         PermissionDenied: the folder cannot be written.
     """
-    contents = {name: _read(path) for name, path in sources.items()}
+    contents = {name: read_file(path) for name, path in sources.items()}
     if inputs.has_chart:
         contents[CHART] = draw_chart(smoke_runs(inputs.reports))
     return [
@@ -98,10 +99,3 @@ def _stage_one(
     files = tuple(sorted([*folder.files, *generated], key=lambda file: file.path))
     require_sizes(files, [kind])
     return Staged(kind, repo_id, card, place / CARD, files)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path)) from None
