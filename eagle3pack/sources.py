@@ -140,8 +140,8 @@ def resolve_target(text: str) -> TargetSpec:
         if bundled is not None:
             return bundled
         location = Location("hf", text)
-    path = _download(location, ["config.json"]).folder / "config.json"
-    return read_target(path, name=location.name)
+    source = _download(location, ["config.json"])
+    return read_target(source.folder / "config.json", name=location.name, revision=source.revision)
 
 
 def resolve_target_weights(text: str, tensor_names: tuple[str, ...]) -> Path | None:

@@ -71,7 +71,10 @@ class Hubs:
         return StoredFile(stored.sha256, stored.size, lfs=path.suffix == ".safetensors")
 
     def convert(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "eagle3pack", "convert", *arguments]
+        return self.run("convert", *arguments, **env)
+
+    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "eagle3pack", *arguments]
         environment = {**os.environ, **self.env, **env}
         for token in ("HF_TOKEN", "MODELSCOPE_API_TOKEN"):
             if token not in env:
@@ -124,6 +127,13 @@ def test_a_draft_on_a_hub_is_converted_and_its_revision_recorded(hubs: Hubs, pla
         assert (
             record["source"]["files"][0]["sha256"] == hashlib.sha256(weights).hexdigest()
         )  # from the cache's name
+
+
+@pytest.mark.parametrize("target", ["hf:org/target", "org/target", "hf:org/target@v1"])
+def test_a_report_names_the_commit_of_draft_and_target(hubs: Hubs, target: str) -> None:
+    hubs.run("verify", "hf:org/draft", "--target", target, "--engine", "none", "--report", "report.json")
+    report = json.loads((hubs.root / "report.json").read_text())
+    assert [report[model]["revision"] for model in ("draft", "target")] == ["1" * 40, "1" * 40]
 
 
 def test_of_a_target_only_what_is_needed_is_fetched(hubs: Hubs) -> None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle3pack.documents import read_json_object
+from eagle3pack.documents import MAX_JSON_BYTES, parse_json_object, read_file, read_json_object
 from eagle3pack.draft.fields import Fields
 from eagle3pack.draft.rope import RopeConfig, parse_rope
 from eagle3pack.errors import InputError
@@ -61,6 +61,7 @@ class TargetSpec:
         text: the language model's part of it; `raw` itself for a text model.
         config_sha256: of the bytes of config.json; None for a bundled shape.
         bundled_from: the public source of a shape that came with this package, or None.
+        revision: the commit of a hub that it was read at; None elsewhere.
     """
 
     name: str
@@ -86,6 +87,7 @@ class TargetSpec:
     text: Mapping[str, Any] = field(repr=False, compare=False)
     config_sha256: str | None = None
     bundled_from: str | None = None
+    revision: str | None = None
 
     @property
     def bundled(self) -> bool:
@@ -163,8 +165,13 @@ def parse_target_config(
     )
 
 
-def read_target(path: Path, *, name: str = "") -> TargetSpec:
+def read_target(path: Path, *, name: str = "", revision: str | None = None) -> TargetSpec:
     """Read the target in a folder, or its config.json.
+
+    Args:
+        path: the folder or the file.
+        name: what to call it; the path without one.
+        revision: the commit that the file is of.
 
     Raises:
         InputError: there is no such file, or it is not the config of a target.
@@ -173,9 +180,11 @@ def read_target(path: Path, *, name: str = "") -> TargetSpec:
     import hashlib
 
     file = path / "config.json" if path.is_dir() else path
-    raw = read_json_object(file)
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    return parse_target_config(raw, where=str(file), name=name or str(path), config_sha256=digest)
+    data = read_file(file, most=MAX_JSON_BYTES)
+    raw = parse_json_object(data, where=str(file))
+    digest = hashlib.sha256(data).hexdigest()
+    spec = parse_target_config(raw, where=str(file), name=name or str(path), config_sha256=digest)
+    return replace(spec, revision=revision)
 
 
 def bundled_target(name: str) -> TargetSpec | None:

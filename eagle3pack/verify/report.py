@@ -70,7 +70,6 @@ def build_report(
     *,
     source: str,
     revision: str | None,
-    target_revision: str | None = None,
     strict: bool,
     smoke: Mapping[str, Any] = NO_SMOKE,
     smoke_passed: bool = True,
@@ -83,7 +82,6 @@ def build_report(
         examination: the answers.
         source: the draft as the user gave it.
         revision: its commit on a hub.
-        target_revision: the target's.
         strict: warnings count.
         smoke: the smoke test's section.
         smoke_passed: whether it passed, or was not asked for.
@@ -97,7 +95,7 @@ def build_report(
         "passed": examination.passes(strict=strict) and smoke_passed,
         "strict": strict,
         "draft": _draft(context, examination, source, revision),
-        "target": _target(context, target_revision),
+        "target": _target(context),
         "engines": list(context.options.engines),
         "tensor_parallel_size": context.options.tensor_parallel_size,
         "summary": summary(examination.all),
@@ -149,13 +147,13 @@ def _draft(context: Context, examination: Examination, source: str, revision: st
     }
 
 
-def _target(context: Context, revision: str | None) -> dict[str, Any] | None:
+def _target(context: Context) -> dict[str, Any] | None:
     if not context.has_target:
         return None
     target = context.target
     return {
         "id": printable(target.name),
-        "revision": revision,
+        "revision": target.revision,
         "config_sha256": target.config_sha256,
         "bundled_from": target.bundled_from,
         "architecture": printable(target.architecture),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from eagle3pack.documents import read_json_object
@@ -56,27 +57,31 @@ def has_weights(target_source: str) -> bool:
     return location.place == "local" and folder.is_dir() and any(folder.glob("*.safetensors"))
 
 
-def served_target(target_source: str) -> Location:
+def served_target(target_source: str, revision: str | None = None) -> Location:
     """The target as vLLM is told: an absolute folder, or a repository.
+
+    Args:
+        target_source: as the user named it.
+        revision: the commit that was examined, so that the engine runs no other.
 
     Raises:
         UsageError: a file, which holds no weights.
     """
     location = parse_location(target_source)
     if location.place != "local":
-        return location
+        return replace(location, revision=revision or location.revision)
     path = Path(location.name)
     if path.is_dir():
         return Location("local", str(path.resolve()))
     if path.is_file() or len(path.parts) != 2 or path.parts[0] in (".", ".."):
         raise UsageError("an engine needs the target's weights, not only its config.json", where="--target")
-    return Location("hf", location.name)
+    return Location("hf", location.name, revision)
 
 
 def _vllm(options: SmokeOptions, subject: Subject, say: Callable[[str], None]) -> EngineFactory:
     if options.endpoint is not None:
         return _endpoint(options, options.endpoint)
-    target = served_target(subject.target_source)
+    target = served_target(subject.target_source, subject.target.revision)
     installation = find_vllm(options.vllm_command)
     models = [_heads("target", subject.target), _heads("draft", subject.draft_config)]
     if options.against is not None:
@@ -125,15 +130,10 @@ def _endpoint(options: SmokeOptions, url: str) -> EngineFactory:
 def _reference(options: SmokeOptions, subject: Subject, say: Callable[[str], None]) -> EngineFactory:
     from eagle3pack.verify.smoke.reference import ReferenceEngine, SharedTarget
 
-    served_target(subject.target_source)
-    folder = resolve_source(_with_place(subject.target_source)).folder
+    location = served_target(subject.target_source, subject.target.revision)
+    folder = resolve_source(str(location)).folder
     target = SharedTarget(folder, dtype=options.engine_options.dtype, device=options.device)
     return lambda draft, role: ReferenceEngine(target, draft, options.num_speculative_tokens, say=say)
-
-
-def _with_place(target_source: str) -> str:
-    """A bare ORG/NAME that is no folder is a repository."""
-    return str(served_target(target_source))
 
 
 def _heads(name: str, config: TargetSpec | DraftConfig) -> HeadCounts:

@@ -76,7 +76,6 @@ class Subject:
         draft_config: its config.
         target_source: as the user named it.
         target: its config.
-        target_revision: commit, where a hub told it.
         command: what the user ran, for the report.
     """
 
@@ -86,5 +85,4 @@ class Subject:
     draft_config: DraftConfig
     target_source: str
     target: TargetSpec
-    target_revision: str | None = None
     command: str | None = None

@@ -110,7 +110,7 @@ def _run(
         },
         "target": {
             "id": subject.target.name,
-            "revision": subject.target_revision,
+            "revision": subject.target.revision,
             "config_sha256": subject.target.config_sha256,
             "dtype": facts.dtype or subject.target.dtype,
             "quantization": subject.target.quantization,

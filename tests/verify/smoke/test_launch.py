@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from eagle3pack.errors import UsageError
 from eagle3pack.sources import Location
+from eagle3pack.verify.smoke.engines import served_target
 from eagle3pack.verify.smoke.installation import Installation
 from eagle3pack.verify.smoke.launch import (
     EngineOptions,
@@ -169,3 +170,11 @@ def test_every_rank_has_a_core_and_no_core_is_idle(cores: list[int], ranks: int)
 )
 def test_kv_cache_space(gib: int, ranks: int, expected: int) -> None:
     assert kv_cache_gib(gib * 2**30, ranks) == expected
+
+
+def test_vllm_serves_the_commit_that_was_examined(tmp_path: Path) -> None:
+    assert served_target("hf:org/target", "c" * 40) == Location("hf", "org/target", "c" * 40)
+    assert served_target("hf:org/target@main", "c" * 40) == Location("hf", "org/target", "c" * 40)
+    assert served_target("org/target", "c" * 40) == Location("hf", "org/target", "c" * 40)
+    assert served_target("hf:org/target@v1") == Location("hf", "org/target", "v1")
+    assert served_target(str(tmp_path)) == Location("local", str(tmp_path))
