@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle3pack.engine.counters import Counters
+from eagle3pack.engine.statistics import Interval, retention_interval
 from eagle3pack.verify.smoke.measure import Measurement
 from eagle3pack.verify.smoke.protocol import Completion
-from eagle3pack.verify.smoke.statistics import Interval, retention_interval
 
 
 @dataclass(frozen=True, slots=True)

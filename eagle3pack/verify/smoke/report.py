@@ -14,6 +14,12 @@ from eagle3pack.engine.counters import (
     per_position_accept_rate,
     total,
 )
+from eagle3pack.engine.statistics import (
+    LEVEL,
+    Interval,
+    accept_rate_interval,
+    mean_length_interval,
+)
 from eagle3pack.verify.smoke.compare import (
     Agreement,
     compare_answers,
@@ -24,12 +30,6 @@ from eagle3pack.verify.smoke.compare import (
 from eagle3pack.verify.smoke.measure import Measurement, Unit
 from eagle3pack.verify.smoke.options import SmokeOptions, Subject
 from eagle3pack.verify.smoke.probes import Probe
-from eagle3pack.verify.smoke.statistics import (
-    LEVEL,
-    Interval,
-    accept_rate_interval,
-    mean_length_interval,
-)
 
 _SHOWN_DIVERGENCES = 20
 

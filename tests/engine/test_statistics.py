@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3pack.engine.counters import Counters, draft_accept_rate, mean_accepted_length, total
-from eagle3pack.verify.smoke.statistics import (
+from eagle3pack.engine.statistics import (
     accept_rate_interval,
     mean_length_interval,
     retention_interval,
