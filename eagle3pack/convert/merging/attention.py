@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3pack.convert.merging.rotary import RopeSpec
@@ -192,11 +193,7 @@ def attention_logits(
     weights: AttentionWeights, rope: RopeSpec, x: Tensor, positions: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
     """Scaled logits before the mask, shape (N, T, T), for the attention input x of shape (T, In)."""
-    positions = torch.arange(len(x)) if positions is None else positions
-    q = _normed(_project(x, weights.q, weights.q_bias), weights.q_norm, eps)
-    k = _normed(_project(x, weights.k, weights.k_bias), weights.k_norm, eps)
-    q, k = rotate(q, positions, rope), rotate(k, positions, rope)
-    k = k.repeat_interleave(weights.queries_per_head, dim=0)
+    q, k = _queries_and_keys(weights, rope, x, positions, eps)
     logits: Tensor = q @ k.mT * weights.head_dim**-0.5
     return logits
 
@@ -210,12 +207,12 @@ def attention_heads(
     eps: float = 1e-6,
 ) -> Tensor:
     """What attention hands to o_proj, shape (N, T, D); arguments as `attention_forward`."""
-    logits = attention_logits(weights, rope, x, positions, eps)
-    if visible is None:
-        visible = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    attention = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    q, k = _queries_and_keys(weights, rope, x, positions, eps)
     v = _project(x, weights.v, weights.v_bias).repeat_interleave(weights.queries_per_head, dim=0)
-    return attention @ v
+    # A batch of one: only then is the attention computed in tiles, never (N, T, T) at once.
+    return F.scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=visible, is_causal=visible is None
+    )[0]
 
 
 def attention_forward(
@@ -240,12 +237,24 @@ def attention_forward(
         The attention output, shape (T, H).
     """
     heads = attention_heads(weights, rope, x, positions, visible, eps)
-    output = torch.einsum("ntd,hnd->th", heads, weights.o)
+    output = heads.transpose(0, 1).flatten(1) @ weights.o.flatten(1).T
     return output if weights.o_bias is None else output + weights.o_bias
 
 
+def _queries_and_keys(
+    weights: AttentionWeights, rope: RopeSpec, x: Tensor, positions: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Rotated, one key head a query head, both (N, T, D)."""
+    positions = torch.arange(len(x)) if positions is None else positions
+    q = _normed(_project(x, weights.q, weights.q_bias), weights.q_norm, eps)
+    k = _normed(_project(x, weights.k, weights.k_bias), weights.k_norm, eps)
+    q, k = rotate(q, positions, rope), rotate(k, positions, rope)
+    return q, k.repeat_interleave(weights.queries_per_head, dim=0)
+
+
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    heads = x @ weight.mT  # (N, T, D)
+    """All heads in one product, (N, T, D)."""
+    heads = (x @ weight.flatten(0, 1).T).unflatten(1, weight.shape[:2]).transpose(0, 1)
     return heads if bias is None else heads + bias[:, None]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle3pack.convert.merging.attention import AttentionWeights
 from eagle3pack.convert.merging.fidelity import Fidelity, Rest, compare, output_error
-from eagle3pack.convert.merging.merge import Merged, MergeOptions, merge
+from eagle3pack.convert.merging.merge import Merged, MergeOptions, mean_pooled, merge
 from eagle3pack.convert.merging.metrics import Metric
 from eagle3pack.convert.merging.moments import Moments, Sample
 from eagle3pack.convert.merging.rotary import RopeSpec
@@ -82,8 +82,7 @@ def merge_judged(
     if train is not None:
         best = replace(best, weights=train(best.weights))
     groups = tuple(group.heads for group in best.report.result.groups)
-    pooled = replace(options, method="mean", refit_output="none", grouping=groups)
-    mean_error = output_error(weights, merge(weights, rope, pooled, metric).weights, rope, held_out)
+    mean_error = output_error(weights, mean_pooled(weights, rope, groups), rope, held_out)
     fidelity = compare(weights, best.weights, rope, best.report.query_order, held_out, rest)
     return Judged(best, fidelity, mean_error, errors)
 

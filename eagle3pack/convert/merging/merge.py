@@ -158,6 +158,15 @@ def merge(
     return Merged(replace(result, o=output.to(result.o.dtype)), replace(report, refit=refit))
 
 
+def mean_pooled(weights: AttentionWeights, rope: RopeSpec, groups: Groups) -> AttentionWeights:
+    """What `mean` makes of the same groups, without weighing anything."""
+    result = empty_result(weights, len(groups))
+    solution = methods.average(len(groups[0]), weights.head_dim)
+    for index, heads in enumerate(groups):
+        write_group(result, index, group_rows(weights, rope, heads), solution, solution, rope)
+    return result
+
+
 def plan_merge(weights: AttentionWeights, rope: RopeSpec, options: MergeOptions) -> Plan:
     """Decide what is really done, with a reason for everything that does not fit."""
     keys_by, values_by, movable = options.method, options.method, None

@@ -57,5 +57,6 @@ class Moments:
         """
         moment = self.second_moment
         if self.num_tokens < 10 * len(moment):
-            moment = 0.9 * moment + 0.1 * moment.diagonal().diag()
+            moment = 0.9 * moment
+            moment.diagonal().copy_(self.second_moment.diagonal())
         return Metric("calibration", moment, self.mean)

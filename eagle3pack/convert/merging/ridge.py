@@ -6,41 +6,43 @@ sees how heads correlate and what the merged attention really does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eagle3pack.convert.merging.attention import AttentionWeights, attention_forward, attention_heads
+from eagle3pack.convert.merging.layer import NOISE, working_dtype
 from eagle3pack.convert.merging.moments import Sample
 from eagle3pack.convert.merging.report import RidgeReport
 from eagle3pack.convert.merging.rotary import RopeSpec
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
 HELD_OUT = 10  # every tenth sample chooses the penalty, where none were kept apart
+_TOKENS = 2048  # in a product over tokens, or a text more
+_COLUMNS = 512  # of z z' at a time
 
 
 @dataclass(frozen=True, slots=True)
 class OutputStatistics:
-    """Sums over tokens for one refit.
+    """Sums over tokens for one refit: z are the merged heads' outputs, y the source's attention output.
 
     Attributes:
-        heads: z z' of the merged heads' outputs, float64, shape (N D, N D).
-        missing: (y - o z) z', shape (H, N D), y the source's attention output.
-        missing_energy: sum of |y - o z|^2.
+        heads: z z', float64, shape (N D, N D).
+        outputs: y z', float64, shape (H, N D).
         energy: sum of |y|^2.
     """
 
     heads: Tensor
-    missing: Tensor
-    missing_energy: float
+    outputs: Tensor
     energy: float
 
-    def error_after(self, change: Tensor) -> float:
-        """Relative error of the output once `change`, shape (H, N D), is added to o_proj."""
-        gained = -2 * (change * self.missing).sum() + (change @ self.heads * change).sum()
-        return float(self.missing_energy + gained) / self.energy if self.energy else 0.0
+    def error(self, o: Tensor) -> float:
+        """Relative error of the output with the given o_proj, shape (H, N D); products in its dtype."""
+        rest = (o @ self.heads.to(o.dtype)).sub_(self.outputs, alpha=2)
+        lost = self.energy + float(rest.mul_(o).sum(dtype=torch.float64))
+        return max(lost, 0.0) / self.energy if self.energy else 0.0
 
 
 def output_statistics(
@@ -49,33 +51,48 @@ def output_statistics(
     """Run both layers over activations and sum up what the refit needs."""
     width = merged.num_heads * merged.head_dim
     heads = torch.zeros(width, width, dtype=torch.float64)
-    missing = torch.zeros(len(merged.o), width, dtype=torch.float64)
-    missing_energy = energy = 0.0
+    outputs = torch.zeros(len(merged.o), width, dtype=torch.float64)
+    energy = 0.0
+    for z, y in _outputs(source, merged, rope, samples):
+        for start in range(0, width, _COLUMNS):  # z z' is symmetric: what lies on and below the diagonal
+            heads[start:, start : start + _COLUMNS] += z[:, start:].T @ z[:, start : start + _COLUMNS]
+        outputs += y.T @ z
+        energy += float(y.double().square().sum())
+    for start in range(0, width, _COLUMNS):
+        end = start + _COLUMNS
+        heads[start:end, end:] = heads[end:, start:end].T
+    return OutputStatistics(heads, outputs, energy)
+
+
+def _outputs(
+    source: AttentionWeights, merged: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The merged heads' outputs (T, N D) and the source's attention output (T, H), some texts at a time."""
     bias = 0 if source.o_bias is None else source.o_bias
-    for sample in samples:
+    block: list[tuple[Tensor, Tensor]] = []
+    for index, sample in enumerate(samples):
         x = sample.x.to(source.q.dtype)
         y = attention_forward(source, rope, x, sample.positions, sample.visible) - bias
         z = attention_heads(merged, rope, x, sample.positions, sample.visible).transpose(0, 1).flatten(1)
-        rest = y - z @ merged.o.flatten(1).T
-        heads += (z.T @ z).double()
-        missing += (rest.T @ z).double()
-        missing_energy += float(rest.double().square().sum())
-        energy += float(y.double().square().sum())
-    return OutputStatistics(heads, missing, missing_energy, energy)
+        block.append((z, y))
+        if sum(len(z) for z, _ in block) >= _TOKENS or index == len(samples) - 1:
+            yield torch.cat([z for z, _ in block]), torch.cat([y for _, y in block])
+            block.clear()
 
 
-def ridge_change(statistics: OutputStatistics, penalty: float) -> Tensor:
-    """The change of o_proj that minimises the error plus a penalty on itself, shape (H, N D).
+def ridge(statistics: OutputStatistics, start: Tensor, penalty: float) -> Tensor:
+    """The o_proj that minimises the error plus a penalty on its distance from `start`, (H, N D).
 
-    change = missing (heads + penalty mean(diag heads) I)^-1: centred on the o_proj there is, so no
-    data or an infinite penalty leave it alone.
+    o = (y z' + f start) (z z' + f I)^-1, f = penalty mean(diag z z'): no data or an infinite penalty
+    leave `start` alone.
     """
-    width = len(statistics.heads)
-    floor = penalty * statistics.heads.trace() / width
+    floor = penalty * statistics.heads.diagonal().mean()
     if not floor > 0:
-        return torch.zeros_like(statistics.missing)
-    factor = torch.linalg.cholesky(statistics.heads + floor * torch.eye(width, dtype=torch.float64))
-    return torch.cholesky_solve(statistics.missing.T, factor).T
+        return start
+    factor = statistics.heads.clone()
+    factor.diagonal().add_(floor)
+    factor = torch.linalg.cholesky(factor)
+    return torch.cholesky_solve((statistics.outputs + floor * start).T, factor).T
 
 
 def refit_output(
@@ -99,7 +116,7 @@ def refit_output(
         The o_proj that does best on held-out samples, shape (H, N, D) (the merged one where no refit
         beats it), and how it did.
     """
-    work = torch.float64 if source.q.dtype == torch.float64 else torch.float32
+    work = working_dtype(source)
     source, merged = source.to(work), merged.to(work)
     train = samples
     if not held_out:
@@ -107,12 +124,14 @@ def refit_output(
         train = [sample for i, sample in enumerate(samples) if i % HELD_OUT] or held_out
     fit = output_statistics(source, merged, rope, train)
     check = output_statistics(source, merged, rope, held_out)
-    best, chosen = torch.zeros_like(fit.missing), None
-    before = error = check.error_after(best)
+    start = merged.o.double().flatten(1)
+    best, chosen = start, None
+    before = error = check.error(merged.o.flatten(1))
     for penalty in PENALTIES:
-        change = ridge_change(fit, penalty)
-        reached = check.error_after(change)
-        if reached < error:
-            best, chosen, error = change, penalty, reached
-    o = (merged.o.double().flatten(1) + best).to(work).reshape(merged.o.shape)
-    return o, RidgeReport(chosen, sum(len(sample.x) for sample in train), before, error)
+        o = ridge(fit, start, penalty)
+        reached = check.error(o.to(work))
+        if reached < error - NOISE[work]:
+            best, chosen, error = o, penalty, reached
+    return best.reshape(merged.o.shape), RidgeReport(
+        chosen, sum(len(sample.x) for sample in train), before, error
+    )

@@ -6,7 +6,7 @@ import torch
 from eagle3pack.convert.merging.attention import attention_forward, attention_heads
 from eagle3pack.convert.merging.merge import MergeOptions, merge
 from eagle3pack.convert.merging.moments import Moments, Sample
-from eagle3pack.convert.merging.ridge import output_statistics, refit_output, ridge_change
+from eagle3pack.convert.merging.ridge import output_statistics, refit_output, ridge
 from eagle3pack.convert.merging.rotary import distance_prior
 from tests.convert.merging.planted import IN, inputs, layer, rope
 
@@ -27,11 +27,10 @@ def test_the_refit_is_ridge_regression_centred_on_the_closed_form() -> None:
     floor = 0.1 * float((z.T @ z).diagonal().mean())
     rows = torch.cat([z, floor**0.5 * torch.eye(z.shape[1], dtype=torch.float64)])
     targets = torch.cat([rest, torch.zeros(z.shape[1], rest.shape[1], dtype=torch.float64)])
-    change = ridge_change(statistics, 0.1)
-    torch.testing.assert_close(change, torch.linalg.lstsq(rows, targets).solution.T)
-    left = rest - z @ change.T
-    expected = float(left.square().sum() / y.square().sum())
-    assert statistics.error_after(change) == pytest.approx(expected)
+    o = ridge(statistics, merged.o.flatten(1), 0.1)
+    torch.testing.assert_close(o - merged.o.flatten(1), torch.linalg.lstsq(rows, targets).solution.T)
+    expected = float((y - z @ o.T).square().sum() / y.square().sum())
+    assert statistics.error(o) == pytest.approx(expected)
 
 
 def test_a_refit_helps_on_held_out_activations_and_reports_by_how_much() -> None:
