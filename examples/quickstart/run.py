@@ -5,6 +5,7 @@ Every step is a shell command that you could type; each is printed before it run
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -12,49 +13,52 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DRAFT = "examples/quickstart/draft"
-TARGET = ".cache/smollm2-target"
-OUT = "out/quickstart"
-REPOSITORY = "example/smollm2-eagle3-gqa"  # nothing is sent: the publishing is a dry run
+METHODS = ("mean", "als")
+PREPARE = """\
+python tools/make_smollm2_target.py .cache/smollm2-target
+eagle3pack verify examples/quickstart/draft --target .cache/smollm2-target --engine none
+"""
+# Nothing is sent: the publishing is a dry run.
+FOR_EACH_METHOD = """\
+eagle3pack convert examples/quickstart/draft out/quickstart/draft-gqa4-{method} --num-kv-heads 4 \
+--method {method} --overwrite
+eagle3pack verify out/quickstart/draft-gqa4-{method} --target .cache/smollm2-target \
+--against examples/quickstart/draft --limit 8 --max-tokens 64 --no-probes \
+--report out/quickstart/report-{method}.json
+eagle3pack publish out/quickstart/draft-gqa4-{method} --report out/quickstart/report-{method}.json \
+--config examples/quickstart/publish.yaml --to hf:example/smollm2-eagle3-gqa \
+--to ms:example/smollm2-eagle3-gqa --dry-run --offline --render-to out/quickstart/cards-{method}
+"""
 
 
-def run(*command: str) -> None:
+def commands() -> list[str]:
+    """Every step, in order."""
+    return [*PREPARE.splitlines(), *(step for m in METHODS for step in _steps(m))]
+
+
+def _steps(method: str) -> list[str]:
+    return FOR_EACH_METHOD.format(method=method).splitlines()
+
+
+def run(command: str) -> None:
     """Print a command and run it with this environment's Python; stop at the first failure."""
-    shown = shlex.join(command).removeprefix("-m ")
-    print(f"\n$ {'' if shown.startswith('eagle3pack') else 'python '}{shown}", flush=True)
-    result = subprocess.run([sys.executable, *command], check=False)
-    if result.returncode:
-        sys.exit(result.returncode)
+    print(f"\n$ {command}", flush=True)
+    program, *arguments = shlex.split(command)
+    start = [sys.executable] if program == "python" else [sys.executable, "-m", program]
+    if code := subprocess.run([*start, *arguments], check=False).returncode:
+        sys.exit(code)
 
 
 def main() -> None:
     """The whole quickstart."""
     os.chdir(ROOT)
-    run("tools/make_smollm2_target.py", TARGET)
-    run("-m", "eagle3pack", "verify", DRAFT, "--target", TARGET, "--engine", "none")
-    for method in ("mean", "als"):
-        gqa = f"{OUT}/draft-gqa4-{method}"
-        run(
-            *("-m", "eagle3pack", "convert", DRAFT, gqa),
-            *("--num-kv-heads", "4", "--method", method, "--overwrite"),
-        )
-        run(
-            *("-m", "eagle3pack", "verify", gqa, "--target", TARGET, "--against", DRAFT),
-            *("--limit", "8", "--max-tokens", "64", "--no-probes", "--report", f"{OUT}/report-{method}.json"),
-        )
-        run(
-            *("-m", "eagle3pack", "publish", gqa, "--report", f"{OUT}/report-{method}.json"),
-            *(
-                "--config",
-                "examples/quickstart/publish.yaml",
-                "--to",
-                f"hf:{REPOSITORY}",
-                "--to",
-                f"ms:{REPOSITORY}",
-            ),
-            *("--dry-run", "--offline", "--render-to", f"{OUT}/cards-{method}"),
-        )
-    print(f"\nThe converted drafts, their records (eagle3pack.json), reports and cards are in {OUT}.")
+    for command in commands():
+        run(command)
+    print("\nOf the accepted draft tokens, a converted draft keeps, before any retraining:")
+    for method in METHODS:
+        report = json.loads(Path(f"out/quickstart/report-{method}.json").read_text("utf-8"))
+        print(f"  {method:6}{report['smoke']['runs'][0]['against']['retention']:.3f}")
+    print("The drafts, their records (eagle3pack.json), reports and model cards are in out/quickstart.")
 
 
 if __name__ == "__main__":
