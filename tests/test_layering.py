@@ -43,7 +43,7 @@ HEAVY = {
     "jsonschema",
     "matplotlib",
 }
-TORCH_AT_TOP = ("engine/", "convert/merging/", "verify/smoke/reference.py")
+TORCH_AT_TOP = ("engine/", "convert/merging/", "convert/calibration_sources/", "verify/smoke/reference.py")
 
 
 def imports(tree: ast.AST, *, top_level: bool) -> set[str]:

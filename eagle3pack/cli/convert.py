@@ -56,7 +56,23 @@ from eagle3pack.cli.options import ByteSize, FilePath, GroupedCommand, common_op
         "file, or the word shipped for the prompts that come with this package.",
     ),
     click.option(
-        "--save-calibration", type=FilePath(), metavar="FILE", help="Keep what --calibrate-with recorded."
+        "--calibrate-from",
+        type=FilePath(),
+        metavar="FOLDER",
+        help="The same on hidden states that a trainer keeps: files of speculators' generate-offline-data "
+        "or SpecForge's prepare_hidden_states.py. TARGET is needed where SOURCE shares its embeddings.",
+    ),
+    click.option(
+        "--calibration-tokens",
+        type=click.IntRange(64),
+        metavar="N",
+        help="Tokens of answers to calibrate on, in all.  [default: until the refit has what it can use]",
+    ),
+    click.option(
+        "--save-calibration",
+        type=FilePath(),
+        metavar="FILE",
+        help="Keep what was recorded, for --calibration.",
     ),
     click.option(
         "--calibration",

@@ -1,4 +1,4 @@
-"""Where a conversion gets its calibration from: a file, or target and draft at work in this process."""
+"""Where a conversion gets its calibration from: a file, or texts that the draft speculates on."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from eagle3pack import __version__
 from eagle3pack.convert.plan import Plan
 from eagle3pack.convert.record import timestamp
-from eagle3pack.errors import UsageError
+from eagle3pack.errors import InputError, UsageError
 from eagle3pack.sources import Location, Source, parse_location, resolve_source
 
 if TYPE_CHECKING:
-    import torch
-
+    from eagle3pack.convert.calibration_sources.recording import Opened
     from eagle3pack.convert.merging.calibration import Calibration
     from eagle3pack.engine.prompts import PromptSet
 
 SHIPPED = "shipped"  # stands for the prompts that come with this package
-MAX_TOKENS = 256
-NUM_SPECULATIVE_TOKENS = 3
-BATCH_SIZE = 16
+MAX_TOKENS = 256  # of an answer
 
 
 class Progress(Protocol):
@@ -42,19 +39,38 @@ class CalibrationOptions:
     Attributes:
         file: a calibration that was made before.
         prompts: to calibrate with: a file, or "shipped".
+        features: a folder of hidden-state files to calibrate from.
+        tokens: of answers in all; None until there is enough.
         save: where to keep a calibration made here.
         target: as on the command line.
     """
 
     file: Path | None = None
     prompts: str | None = None
+    features: Path | None = None
+    tokens: int | None = None
     save: Path | None = None
     target: str | None = None
 
     @property
+    def where(self) -> str:
+        """The option that a calibration comes from; empty where none is asked for."""
+        given = {
+            "--calibration": self.file,
+            "--calibrate-with": self.prompts,
+            "--calibrate-from": self.features,
+        }
+        return next((option for option, value in given.items() if value is not None), "")
+
+    @property
     def wanted(self) -> bool:
         """A calibration is asked for."""
-        return self.file is not None or self.prompts is not None
+        return bool(self.where)
+
+    @property
+    def made(self) -> bool:
+        """It is made here, so that the draft runs."""
+        return self.prompts is not None or self.features is not None
 
     def require_sensible(self) -> None:
         """Refuse contradictions before anything is read.
@@ -62,14 +78,17 @@ class CalibrationOptions:
         Raises:
             UsageError: of them.
         """
-        if self.file is not None and self.prompts is not None:
-            raise UsageError("give either a file or prompts to make one with", where="--calibration")
-        if self.save is not None and self.prompts is None:
-            raise UsageError(
-                "nothing is calibrated", where="--save-calibration", hint="Give --calibrate-with."
-            )
+        if (self.file is not None) + (self.prompts is not None) + (self.features is not None) > 1:
+            raise UsageError("give either a file or what to make one with, not both", where=self.where)
+        for option, value in (("--save-calibration", self.save), ("--calibration-tokens", self.tokens)):
+            if value is not None and not self.made:
+                raise UsageError(
+                    "nothing is calibrated", where=option, hint="Give --calibrate-with or --calibrate-from."
+                )
         if self.save is not None and not self.save.absolute().parent.is_dir():
             raise UsageError(f"the folder of {self.save} does not exist", where="--save-calibration")
+        if self.features is not None and not self.features.is_dir():
+            raise UsageError(f"{self.features} is no folder", where="--calibrate-from")
         if self.prompts is not None and self.target is None:
             raise UsageError("needs the target's weights", where="--calibrate-with", hint="Give --target.")
 
@@ -97,7 +116,7 @@ def find_calibration(
     """
     if not options.wanted:
         return None
-    where = "--calibration" if options.file else "--calibrate-with"
+    where = options.where
     if plan.request.only_pools:
         raise UsageError(
             f"{plan.request.method} looks at no activations", where=where, hint="Take --method als."
@@ -121,55 +140,45 @@ def find_calibration(
 
 
 def _made(
-    options: CalibrationOptions, plan: Plan, source: Source, say: Callable[[str], None], progress: Progress
+    options: CalibrationOptions, plan: Plan, draft: Source, say: Callable[[str], None], progress: Progress
 ) -> Calibration:
-    """Run target and draft over the prompts."""
-    import torch
-
-    from eagle3pack.convert.merging.calibration import write_calibration
-    from eagle3pack.convert.merging.capture import ENOUGH_PER_DIMENSION, MOST_ACTIVATIONS, record_speculation
-    from eagle3pack.engine.chat import load_chat
-    from eagle3pack.engine.generation import Settings
-    from eagle3pack.engine.loading import load_draft
-    from eagle3pack.engine.target import load_target
-
-    assert options.prompts is not None and options.target is not None
-    prompts = _prompts(options.prompts)
-    folder = _target_folder(options.target)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    say(f"calibrating: the target answers {len(prompts.prompts)} prompts of {prompts.name}")
-    target = load_target(folder, dtype=_served_dtype(folder, device), device=device)
-    chat = load_chat(folder)
-    draft = load_draft(source.folder, target=target)
-    settings = Settings(
-        max_tokens=MAX_TOKENS,
-        num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
-        batch_size=BATCH_SIZE,
-        stop_ids=chat.stop_ids,
+    """Record what the draft's attention reads."""
+    from eagle3pack.convert.calibration_sources.recording import (
+        NUM_SPECULATIVE_TOKENS,
+        plan_extent,
+        record,
     )
+    from eagle3pack.convert.merging.calibration import write_calibration
+    from eagle3pack.convert.merging.capture import ENOUGH_PER_DIMENSION, MOST_ACTIVATIONS
+    from eagle3pack.engine.counters import mean_accepted_length
+
     width = plan.before.num_attention_heads * plan.before.head_dim
-    num_answers = sum(len(prompt.turns) or 1 for prompt in prompts.prompts)
-    with progress("calibrating", num_answers * MAX_TOKENS, unit="tokens") as on_tokens:
-        recorder = record_speculation(
-            target,
-            draft,
-            chat,
-            prompts.prompts,
-            settings,
-            most=min(MOST_ACTIVATIONS, ENOUGH_PER_DIMENSION * width * 10 // 9),  # a tenth is held out
-            on_tokens=on_tokens,
+    most = min(MOST_ACTIVATIONS, ENOUGH_PER_DIMENSION * width * 10 // 9)  # a tenth is held out
+    opened = _open(options, draft, say)
+    extent = plan_extent(opened.source.answers, MAX_TOKENS, options.tokens, most)
+    with progress("calibrating", extent.tokens, unit="tokens") as on_tokens:
+        recorder, counters = record(opened.source, extent, most, on_tokens)
+    length = mean_accepted_length(counters)
+    if length is None:
+        raise InputError(
+            "no text has an answer of two tokens or more, so that nothing is drafted", where=options.where
         )
     about = {
-        "target": {"id": _id(parse_location(options.target), folder)},
-        "draft": {"id": _id(source.location, source.folder)},
-        "prompts": [{"name": prompts.name, "sha256": prompts.sha256, "num_prompts": len(prompts.prompts)}],
+        **opened.about,
+        "draft": {"id": _id(draft.location, draft.folder)},
         "generation": {
-            "num_speculative_tokens": settings.num_speculative_tokens,
-            "max_tokens": settings.max_tokens,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            **opened.about["generation"],
+            "num_speculative_tokens": NUM_SPECULATIVE_TOKENS,
+            "max_tokens": extent.max_tokens,
+            "output_tokens": counters.output_tokens,
+            "mean_accepted_length": length,
         },
     }
     calibration = assemble(recorder, plan, about)
+    say(
+        f"calibration: {counters.output_tokens:,} tokens of answers, on which the draft's mean accepted "
+        f"length is {length:.3f} with {NUM_SPECULATIVE_TOKENS} speculative tokens"
+    )
     _tell(calibration, plan, say)
     if options.save is not None:
         write_calibration(calibration, options.save)
@@ -177,16 +186,23 @@ def _made(
     return calibration
 
 
-def _served_dtype(folder: Path, device: str) -> torch.dtype:
-    """The weights' own, as engines serve them; a CPU computes float16 as float32."""
-    import torch
+def _open(options: CalibrationOptions, draft: Source, say: Callable[[str], None]) -> Opened:
+    """The source of texts that the options name."""
+    if options.features is not None:
+        from eagle3pack.convert.calibration_sources.files import open_files
 
-    from eagle3pack.draft.target import read_target
+        target_id = None
+        if options.target is not None:
+            location = parse_location(options.target)
+            target_id = _id(location, Path(location.name))
+        return open_files(options.features, draft.folder, options.target, target_id, say)
+    from eagle3pack.convert.calibration_sources.in_process import open_in_process
 
-    own = {"float32": torch.float32, "float16": torch.float16}.get(
-        read_target(folder).dtype or "", torch.bfloat16
-    )
-    return torch.float32 if own == torch.float16 and device == "cpu" else own
+    assert options.prompts is not None and options.target is not None
+    prompts = _prompts(options.prompts)
+    folder = _target_folder(options.target)
+    say(f"calibrating: the target answers {len(prompts.prompts)} prompts of {prompts.name}")
+    return open_in_process(folder, _id(parse_location(options.target), folder), draft.folder, prompts)
 
 
 def assemble(recorder: Any, plan: Plan, about: Mapping[str, Any]) -> Calibration:

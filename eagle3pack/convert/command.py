@@ -58,6 +58,8 @@ class ConvertOptions:
     max_distance: int | None = None
     calibration: Path | None = None
     calibrate_with: str | None = None
+    calibrate_from: Path | None = None
+    calibration_tokens: int | None = None
     save_calibration: Path | None = None
     heal: int | None = None
     heal_state: Path | None = None
@@ -111,8 +113,8 @@ def run_convert(
     config_path = _config_path(source.folder, options.draft_config)
     config = parse_draft_config(read_json_object(config_path), where=str(config_path))
     checkpoint = open_checkpoint(source.folder, pickles=True)
-    if options.calibrate_with:
-        _require_safetensors(checkpoint, config)
+    if calibrated.made:
+        _require_safetensors(checkpoint, config, calibrated.where)
     request = Request(
         num_key_value_heads=choose_key_value_heads(
             config, options.num_kv_heads, target.num_key_value_heads if target else None
@@ -187,7 +189,12 @@ def _require_options_that_count(options: ConvertOptions) -> None:
 def _calibration_options(options: ConvertOptions) -> CalibrationOptions:
     """Where a calibration comes from; refuses what contradicts itself or needs one."""
     found = CalibrationOptions(
-        options.calibration, options.calibrate_with, options.save_calibration, options.target
+        file=options.calibration,
+        prompts=options.calibrate_with,
+        features=options.calibrate_from,
+        tokens=options.calibration_tokens,
+        save=options.save_calibration,
+        target=options.target,
     )
     found.require_sensible()
     asking = {
@@ -199,7 +206,9 @@ def _calibration_options(options: ConvertOptions) -> CalibrationOptions:
     for option, asked in asking.items():
         if asked and not found.wanted:
             raise UsageError(
-                "needs a calibration", where=option, hint="Give --calibration or --calibrate-with."
+                "needs a calibration",
+                where=option,
+                hint="Give --calibration, --calibrate-with or --calibrate-from.",
             )
     _require_heal_state(options)
     return found
@@ -214,12 +223,12 @@ def _require_heal_state(options: ConvertOptions) -> None:
         raise UsageError(f"the folder {options.heal_state.parent} does not exist", where="--heal-state")
 
 
-def _require_safetensors(checkpoint: Checkpoint, config: DraftConfig) -> None:
+def _require_safetensors(checkpoint: Checkpoint, config: DraftConfig, where: str) -> None:
     """Refuse to calibrate with a draft that the engine cannot load, before the target answers anything."""
     if any(header.data_start == 0 for header in checkpoint.headers):
         raise UsageError(
             "runs the draft, which must be in safetensors for that",
-            where="--calibrate-with",
+            where=where,
             hint=f"Convert it with --num-kv-heads {config.num_key_value_heads} first, which keeps its heads, "
             "and then convert the result.",
         )

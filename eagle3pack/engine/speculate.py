@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +33,19 @@ from eagle3pack.engine.draft_model import DraftModel, DraftOutput
 from eagle3pack.engine.generation import DraftPass, Generation, Settings
 from eagle3pack.engine.kv_cache import KeyValueCache
 from eagle3pack.engine.sampling import pick
-from eagle3pack.engine.target import Target, TargetOutput
+from eagle3pack.engine.target import Target
 from eagle3pack.errors import UsageError
 
 PREFILL_TOKENS = 512  # tokens of a prompt that are read at once: bounds the memory of masks and states
 
 
 @dataclass(slots=True)
-class _Request:
+class Request:
     """A request in flight; its place in the batch is its row in both caches."""
 
     index: int
     prompt: Sequence[int]
+    max_tokens: int
     output: list[int] = field(default_factory=list)
     drafts: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
@@ -114,26 +116,21 @@ def generate(
     if draft is not None:
         target.capture_for(draft.config, where=draft.where)
     num_rows = min(settings.batch_size, len(prompts))
-    run = _Run(target, draft, settings, num_rows, on_answer, on_tokens, on_draft_pass)
-    start = run.clock.now()
-    with torch.inference_mode():
-        requests = run.answer(prompts)
-    seconds = run.clock.now() - start
-    return Generation(
-        outputs=tuple(tuple(request.output) for request in requests),
-        counters=tuple(_counters(request, run.num_speculative_tokens) for request in requests),
-        seconds=seconds,
-        target_seconds=run.clock.target,
-        draft_seconds=run.clock.draft,
-    )
+    run = _TargetRun(target, draft, settings, num_rows, on_answer, on_tokens, on_draft_pass)
+    return run.answer((prompt, settings.max_tokens) for prompt in prompts)
 
 
-class _Run:
-    """The batch in flight: requests, both caches, and the first proposal of each request."""
+class Run:
+    """The batch in flight: requests, the draft's cache, and the first proposal of each request.
+
+    What reads tokens in the target's place is left to the kinds of run: see `read`.
+    """
 
     def __init__(
         self,
-        target: Target,
+        device: torch.device,
+        dtype: torch.dtype,
+        stop_ids: frozenset[int],
         draft: DraftModel | None,
         settings: Settings,
         num_rows: int,
@@ -141,56 +138,88 @@ class _Run:
         on_tokens: Callable[[int], None],
         on_draft_pass: Callable[[DraftPass], None] | None,
     ) -> None:
-        self.target = target
+        self.device = device
         self.draft = draft
-        self.settings = settings
         self.num_rows = num_rows
         self.num_speculative_tokens = settings.num_speculative_tokens if draft is not None else 0
-        self.stop_ids = frozenset[int]() if settings.ignore_stop_ids else target.stop_ids | settings.stop_ids
-        self.clock = _Clock(target.device)
+        self.stop_ids = frozenset[int]() if settings.ignore_stop_ids else stop_ids | settings.stop_ids
+        self.clock = _Clock(device)
         self._on_answer = on_answer
         self._on_tokens = on_tokens
         self._on_draft_pass = on_draft_pass
-        self._generator = torch.Generator(target.device).manual_seed(settings.seed)
-        self._active: list[_Request] = []
-        self._target_cache = KeyValueCache(num_rows, target.device)
-        self._draft_cache = KeyValueCache(num_rows, target.device)
+        self._active: list[Request] = []
+        self._draft_cache = KeyValueCache(num_rows, device)
         hidden_size = draft.config.hidden_size if draft is not None else 0
-        self._first = torch.zeros(num_rows, dtype=torch.long, device=target.device)
-        self._feedback = torch.zeros((num_rows, hidden_size), dtype=target.dtype, device=target.device)
+        self._first = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self._feedback = torch.zeros((num_rows, hidden_size), dtype=dtype, device=device)
 
-    def answer(self, prompts: Sequence[Sequence[int]]) -> list[_Request]:
-        """Answer all prompts; rows that become free are filled in the order of the prompts."""
+    def reserve(self, num_slots: int) -> None:
+        """Have room for sequences of that many tokens."""
+        self._draft_cache.reserve(num_slots)
+
+    def move_row(self, source: int, to: int) -> None:
+        """A request moves to another row."""
+        self._draft_cache.move_row(source, to)
+
+    def read(
+        self,
+        tokens: Tensor,
+        first_row: int,
+        starts: Sequence[int],
+        requests: Sequence[Request],
+        kept: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:
+        """Read tokens as the target does.
+
+        Args:
+            tokens: (B, T).
+            first_row: row of the first request.
+            starts: position of each row's first token.
+            requests: of the rows.
+            kept: the tokens after which the next one is wanted.
+
+        Returns:
+            The target's next tokens, (B, kept), and its states, (B, T, A * Ht).
+        """
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def answer(self, prompts: Iterable[tuple[Sequence[int], int]]) -> Generation:
+        """Answer all prompts, each with so many tokens at most; free rows are filled in their order."""
+        start = self.clock.now()
         requests = [
-            _Request(index, prompt, accepted_per_position=[0] * self.num_speculative_tokens)
-            for index, prompt in enumerate(prompts)
+            Request(index, prompt, max_tokens, accepted_per_position=[0] * self.num_speculative_tokens)
+            for index, (prompt, max_tokens) in enumerate(prompts)
         ]
-        waiting = deque(requests if self.settings.max_tokens else [])
+        waiting = deque(request for request in requests if request.max_tokens)
         while waiting or self._active:
             while waiting and len(self._active) < self.num_rows:
                 self._admit(waiting.popleft())
             if self._active:
                 self._round()
-        return requests
+        return Generation(
+            outputs=tuple(tuple(request.output) for request in requests),
+            counters=tuple(_counters(request, self.num_speculative_tokens) for request in requests),
+            seconds=self.clock.now() - start,
+            target_seconds=self.clock.target,
+            draft_seconds=self.clock.draft,
+        )
 
-    def _admit(self, request: _Request) -> None:
+    def _admit(self, request: Request) -> None:
         """Read a prompt into the next free row."""
-        longest = len(request.prompt) + self.settings.max_tokens + self.num_speculative_tokens + 1
-        self._target_cache.reserve(longest)
-        self._draft_cache.reserve(longest)
+        self.reserve(len(request.prompt) + request.max_tokens + self.num_speculative_tokens + 1)
         row = len(self._active)
-        tokens = torch.tensor([request.prompt], device=self.target.device)
+        tokens = torch.tensor([request.prompt], device=self.device)
         for start in range(0, tokens.shape[1], PREFILL_TOKENS):
             chunk = tokens[:, start : start + PREFILL_TOKENS]
             following = tokens[:, start + 1 : start + 1 + PREFILL_TOKENS]
-            checked = self._read(chunk, row, [start], kept=slice(-1, None))
+            picked, states = self.read(chunk, row, [start], [request], kept=slice(-1, None))
             if following.shape[1] < chunk.shape[1]:  # the last chunk: what follows is the first new token
-                first = self._pick(checked.logits)
-                following = torch.cat((following, first), dim=1)
-                self._keep(request, first[0].tolist())
+                following = torch.cat((following, picked), dim=1)
+                self._keep(request, picked[0].tolist())
             if self.draft is not None:
                 width = chunk.shape[1]
-                drafted = self._catch_up(checked.states, following, row, [start], [request], [width])
+                drafted = self._catch_up(states, following, row, [start], [request], [width])
                 self._remember(row, drafted, [width - 1])
         if not self._end_if_finished(request):
             self._active.append(request)
@@ -200,10 +229,9 @@ class _Run:
         requests = self._active
         count = len(requests)
         starts = [request.next_position for request in requests]
-        last = torch.tensor([[request.output[-1]] for request in requests], device=self.target.device)
+        last = torch.tensor([[request.output[-1]] for request in requests], device=self.device)
         proposed = self._propose(starts)
-        checked = self._read(torch.cat((last, proposed), dim=1), 0, starts)
-        picked = self._pick(checked.logits)  # (rows, k + 1)
+        picked, states = self.read(torch.cat((last, proposed), dim=1), 0, starts, requests)
         agreed = (picked[:, :-1] == proposed).int().cumprod(dim=1).sum(dim=1).tolist()
         for request, accepted, tokens in zip(requests, agreed, picked.tolist(), strict=True):
             request.accepted = accepted
@@ -216,9 +244,7 @@ class _Run:
         if self.draft is None or not rows:
             return
         if len(rows) < count:
-            picked, states = picked[rows], checked.states[rows]
-        else:
-            states = checked.states
+            picked, states = picked[rows], states[rows]
         ends = [request.accepted for request in self._active]
         width = max(ends) + 1  # what lies beyond was rejected by every request
         starts = [starts[row] for row in rows]
@@ -230,7 +256,7 @@ class _Run:
         """Draft k tokens a request, (rows, k) in the target's ids."""
         count = len(starts)
         if self.draft is None:
-            return torch.empty((count, 0), dtype=torch.long, device=self.target.device)
+            return torch.empty((count, 0), dtype=torch.long, device=self.device)
         tokens = [self._first[:count, None]]
         hidden = self._feedback[:count, None]
         for step in range(1, self.num_speculative_tokens):
@@ -242,20 +268,13 @@ class _Run:
             hidden = drafted.feedback
         return torch.cat(tokens, dim=1)
 
-    def _read(
-        self, tokens: Tensor, first_row: int, starts: Sequence[int], kept: slice = slice(None)
-    ) -> TargetOutput:
-        positions = self._target_cache.at(first_row, starts, tokens.shape[1])
-        with self.clock.of_target():
-            return self.target.forward(tokens, positions, self._target_cache, kept)
-
     def _catch_up(
         self,
         states: Tensor,
         following: Tensor,
         first_row: int,
         starts: Sequence[int],
-        requests: Sequence[_Request],
+        requests: Sequence[Request],
         widths: Sequence[int],
     ) -> DraftOutput:
         """Read tokens into the draft with the target's true states."""
@@ -270,7 +289,7 @@ class _Run:
         hidden: Tensor,
         first_row: int,
         starts: Sequence[int],
-        requests: Sequence[_Request],
+        requests: Sequence[Request],
         step: int,
         widths: Sequence[int],
     ) -> DraftOutput:
@@ -286,31 +305,23 @@ class _Run:
     def _remember(self, first_row: int, drafted: DraftOutput, ends: Sequence[int]) -> None:
         """Keep the first proposal and the hidden state after each row's last real entry."""
         assert self.draft is not None
-        rows = torch.arange(len(ends), device=self.target.device)
-        last = torch.tensor(ends, device=self.target.device)
+        rows = torch.arange(len(ends), device=self.device)
+        last = torch.tensor(ends, device=self.device)
         with self.clock.of_draft():
             first = self.draft.greedy(drafted.normed[rows, last])
         self._first[first_row : first_row + len(ends)] = first
         self._feedback[first_row : first_row + len(ends)] = drafted.feedback[rows, last]
 
-    def _pick(self, logits: Tensor) -> Tensor:
-        """The target's own next tokens, (B, T).
-
-        Accepting a proposal exactly where it equals a draw from the target leaves the distribution of
-        the text the target's own: it is rejection sampling against a draft that is sure of itself.
-        """
-        return pick(logits, self.settings.temperature, self.settings.top_p, self._generator)
-
-    def _keep(self, request: _Request, tokens: Sequence[int]) -> None:
+    def _keep(self, request: Request, tokens: Sequence[int]) -> None:
         """Append tokens up to the length limit or the first stop token."""
-        tokens = tokens[: self.settings.max_tokens - len(request.output)]
+        tokens = tokens[: request.max_tokens - len(request.output)]
         stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
         request.output += tokens[: stop + 1]
         self._on_tokens(len(tokens[: stop + 1]))
 
-    def _end_if_finished(self, request: _Request) -> bool:
+    def _end_if_finished(self, request: Request) -> bool:
         """Hand out the answer of a request that is complete; tells whether it is."""
-        if len(request.output) < self.settings.max_tokens and request.output[-1] not in self.stop_ids:
+        if len(request.output) < request.max_tokens and request.output[-1] not in self.stop_ids:
             return False
         self._on_answer(request.index, request.output, _counters(request, self.num_speculative_tokens))
         return True
@@ -324,12 +335,52 @@ class _Run:
             tail, was = self._active.pop(), rows.pop()
             if row < len(rows):
                 self._active[row], rows[row] = tail, was
-                self._target_cache.move_row(len(rows), row)
-                self._draft_cache.move_row(len(rows), row)
+                self.move_row(len(rows), row)
         return rows
 
 
-def _counters(request: _Request, num_speculative_tokens: int) -> Counters:
+class _TargetRun(Run):
+    """A run with a target."""
+
+    def __init__(
+        self, target: Target, draft: DraftModel | None, settings: Settings, num_rows: int, *told: Any
+    ) -> None:
+        super().__init__(target.device, target.dtype, target.stop_ids, draft, settings, num_rows, *told)
+        self._target = target
+        self._settings = settings
+        self._target_cache = KeyValueCache(num_rows, target.device)
+        self._generator = torch.Generator(target.device).manual_seed(settings.seed)
+
+    def reserve(self, num_slots: int) -> None:
+        super().reserve(num_slots)
+        self._target_cache.reserve(num_slots)
+
+    def move_row(self, source: int, to: int) -> None:
+        super().move_row(source, to)
+        self._target_cache.move_row(source, to)
+
+    def read(
+        self,
+        tokens: Tensor,
+        first_row: int,
+        starts: Sequence[int],
+        requests: Sequence[Request],
+        kept: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:
+        """See `Run.read`.
+
+        Accepting a proposal exactly where it equals a draw from the target leaves the distribution of
+        the text the target's own: it is rejection sampling against a draft that is sure of itself.
+        """
+        positions = self._target_cache.at(first_row, starts, tokens.shape[1])
+        with self.clock.of_target():
+            output = self._target.forward(tokens, positions, self._target_cache, kept)
+        chosen = self._settings
+        picked = pick(output.logits, chosen.temperature, chosen.top_p, self._generator)
+        return picked, output.states
+
+
+def _counters(request: Request, num_speculative_tokens: int) -> Counters:
     return Counters(
         drafts=request.drafts,
         draft_tokens=request.drafts * num_speculative_tokens,

@@ -24,11 +24,15 @@ NUM_PROMPTS = 11
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target with a tokenizer of 96 words."""
+    """A random target with a tokenizer."""
+    torch.set_num_threads(1)
+    return write_tokenizer(write_target(tmp_path_factory.mktemp("target")))
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer of 96 words beside a target."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    torch.set_num_threads(1)
-    folder = write_target(tmp_path_factory.mktemp("target"))
     words = {f"w{i}": i for i in range(96)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -167,7 +171,7 @@ def test_other_names_and_layouts_do_not_make_another_draft(calibrated: Path, tmp
         ({"grouping": "auto"}, "--grouping auto: needs a calibration"),
         ({"calibrate_with": "shipped"}, "needs the target's weights"),
         ({"save_calibration": Path("c")}, "nothing is calibrated"),
-        ({"calibration": Path("c"), "calibrate_with": "shipped", "target": "x"}, "either a file or prompts"),
+        ({"calibration": Path("c"), "calibrate_with": "shipped", "target": "x"}, "give either a file or"),
         ({"calibrate_with": "shipped", "target": "x", "save_calibration": Path("no/c")}, "does not exist"),
     ],
 )

@@ -6,8 +6,7 @@ after it (arXiv:2605.09992), and a refit that saw step 0 alone would serve the f
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,12 +16,8 @@ from eagle3pack.convert.merging.attention import AttentionWeights, attention_log
 from eagle3pack.convert.merging.calibration import Stretch
 from eagle3pack.convert.merging.moments import Sample
 from eagle3pack.convert.merging.rotary import RopeSpec
-from eagle3pack.engine.chat import Chat
 from eagle3pack.engine.draft_model import DraftModel
-from eagle3pack.engine.generation import DraftPass, Settings
-from eagle3pack.engine.prompts import Prompt
-from eagle3pack.engine.speculate import generate
-from eagle3pack.engine.target import Target
+from eagle3pack.engine.generation import DraftPass
 
 HELD_OUT_EVERY = 10  # of the prompts, one in ten is kept from averages and refits
 LONGEST_STRETCH = 2048  # activations of one text: the attention over them is computed in one piece
@@ -146,6 +141,11 @@ class Recorder:
         for key in [key for key in self._texts if key[0] // HELD_OUT_EVERY % self._stride]:
             self._kept -= self._texts.pop(key).count
 
+    @property
+    def is_full(self) -> bool:
+        """It keeps as many activations as it may: what comes now takes the place of others."""
+        return self._stride > 1 or self._kept >= self._most
+
     def averages(self) -> tuple[Tensor, Tensor]:
         """Second moment and mean of what was counted, float32."""
         self._flush()
@@ -166,45 +166,6 @@ class Recorder:
             )
             for (conversation, _), text in sorted(self._texts.items())
         )
-
-
-def record_speculation(
-    target: Target,
-    draft: DraftModel,
-    chat: Chat,
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    *,
-    most: int,
-    on_tokens: Callable[[int], None],
-) -> Recorder:
-    """Let target and draft answer prompts, every turn of them, and record the draft's passes.
-
-    Args:
-        target: loaded.
-        draft: loaded for it; one decoder layer.
-        chat: the target's tokenizer.
-        prompts: at least one.
-        settings: greedy; limits and speculative tokens.
-        most: activations to keep.
-        on_tokens: called with the number of new tokens.
-
-    Raises:
-        UsageError, InputError: as `generate`.
-    """
-    recorder = Recorder(draft, len(prompts), most)
-    answers: list[list[str]] = [[] for _ in prompts]
-
-    for turn in range(max(len(prompt.turns) or 1 for prompt in prompts)):
-        going_on = [i for i, prompt in enumerate(prompts) if turn < (len(prompt.turns) or 1)]
-        asked = [
-            prompts[i].token_ids or chat.prompt(prompts[i].turns[: turn + 1], answers[i]) for i in going_on
-        ]
-        recorder.start(turn, going_on, [[range(len(prompt) - 1, sys.maxsize)] for prompt in asked])
-        made = generate(target, asked, settings, draft=draft, on_tokens=on_tokens, on_draft_pass=recorder)
-        for i, output in zip(going_on, made.outputs, strict=True):
-            answers[i].append(chat.text(output))
-    return recorder
 
 
 def attention_by_distance(

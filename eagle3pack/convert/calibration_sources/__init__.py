@@ -1,0 +1,1 @@
+"""Where the texts of a calibration and the target's states come from: one module a source."""
