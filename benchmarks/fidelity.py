@@ -28,27 +28,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eagle3pack.convert import calibrate
 from eagle3pack.convert.command import ConvertOptions, run_convert
-from eagle3pack.convert.merging.attention import AttentionWeights, attention_forward, from_matrices
-from eagle3pack.convert.merging.calibration import Calibration, read_calibration, visibility
+from eagle3pack.convert.merging.attention import from_matrices
+from eagle3pack.convert.merging.calibration import Calibration, Stretch, read_calibration
 from eagle3pack.convert.merging.capture import Recorder
-from eagle3pack.convert.merging.fidelity import Rest, compare
+from eagle3pack.convert.merging.fidelity import compare
 from eagle3pack.convert.merging.merge import Merged, MergeOptions, merge
 from eagle3pack.convert.merging.metrics import IDENTITY, Metric, embedding_metric, norm_metric
 from eagle3pack.convert.merging.moments import Moments
+from eagle3pack.convert.merging.replay import Replay, replayable, surroundings
 from eagle3pack.convert.merging.rotary import RopeSpec, rope_spec
 from eagle3pack.engine.chat import load_chat
-from eagle3pack.engine.counters import Counters, mean_accepted_length, per_position_accept_rate, total
-from eagle3pack.engine.draft_model import DraftLayer, DraftModel
-from eagle3pack.engine.generation import DraftPass, Generation, Settings
+from eagle3pack.engine.counters import (
+    Counters,
+    mean_accepted_length,
+    per_position_accept_rate,
+    retention,
+    total,
+)
+from eagle3pack.engine.draft_model import DraftModel
+from eagle3pack.engine.generation import Generation, Settings
 from eagle3pack.engine.loading import load_draft
 from eagle3pack.engine.prompts import Prompt, read_prompts, shipped_prompts
 from eagle3pack.engine.speculate import generate
+from eagle3pack.engine.statistics import retention_interval
 from eagle3pack.engine.target import Target, load_target
-from eagle3pack.verify.smoke.statistics import retention_interval
 
 QUICKSTART_DRAFT = Path(__file__).parents[1] / "examples" / "quickstart" / "draft"
 K = 3
@@ -100,95 +106,6 @@ def all_ways() -> Iterator[Way]:
         yield Way(method, metric, grouping, "ridge")
 
 
-@dataclass
-class Text:
-    """What the draft read of one answered prompt at step 0, position by position."""
-
-    prompt_tokens: int
-    token_ids: Tensor  # (T,), the token that follows each position
-    hidden: Tensor  # (T, H), float32
-
-
-class Texts:
-    """Keeps step 0 of every request, and hands all passes on to a recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self._parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def __call__(self, made: DraftPass) -> None:
-        self.recorder(made)
-        if made.step:
-            return
-        for row, (request, width) in enumerate(zip(made.requests, made.widths, strict=True)):
-            part = made.token_ids[row, :width].clone(), made.hidden[row, :width].float()
-            self._parts.setdefault(request, []).append(part)
-
-    def finish(self, prompts: Sequence[Sequence[int]]) -> list[Text]:
-        return [
-            Text(len(prompt), *(torch.cat([part[i] for part in self._parts[index]]) for i in (0, 1)))
-            for index, prompt in enumerate(prompts)
-        ]
-
-
-class Replay:
-    """A draft with another attention layer, speculating on texts that are known.
-
-    Args:
-        draft: the source, float32, with embeddings and head.
-        rope: of its attention.
-    """
-
-    def __init__(self, draft: DraftModel, rope: RopeSpec) -> None:
-        self.draft, self.rope = draft, rope
-        layer = draft.layers[0]
-        assert isinstance(layer, DraftLayer)
-        self.layer = layer
-
-    def counters(self, attention: AttentionWeights, text: Text) -> Counters:
-        """Rounds whose k proposals all lie within the text."""
-        proposals = self._proposals(attention, text)
-        truth = torch.cat([text.token_ids, torch.full((K,), -1)])
-        first = text.prompt_tokens - 1
-        accepted_per_position, drafts, anchor = [0] * K, 0, first
-        while anchor + K < len(text.token_ids):
-            equal = proposals[anchor - first] == truth[anchor + 1 : anchor + 1 + K]
-            accepted = int(equal.int().cumprod(0).sum())
-            drafts += 1
-            for position in range(accepted):
-                accepted_per_position[position] += 1
-            anchor += accepted + 1
-        accepted_tokens = sum(accepted_per_position)
-        return Counters(
-            drafts, drafts * K, accepted_tokens, tuple(accepted_per_position), drafts + accepted_tokens
-        )
-
-    def _proposals(self, attention: AttentionWeights, text: Text) -> Tensor:
-        """What is proposed after every position from the last of the prompt on, (anchors, k)."""
-        first, length = text.prompt_tokens - 1, len(text.token_ids)
-        anchors = torch.arange(first, length)
-        positions, steps = torch.arange(length), torch.zeros(length, dtype=torch.long)
-        inputs, residual = self._inputs(text.token_ids, text.hidden)
-        proposed: list[Tensor] = []
-        for step in range(K):
-            y = attention_forward(attention, self.rope, inputs, positions, visibility(positions, steps))
-            hidden = residual[-len(anchors) :] + y[-len(anchors) :]
-            hidden = hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
-            normed = self.draft.norm(hidden)
-            proposed.append(self.draft.greedy(normed))
-            feedback = normed if self.draft.config.norm_output else hidden
-            more, more_residual = self._inputs(proposed[-1], feedback)
-            inputs, residual = torch.cat([inputs, more]), torch.cat([residual, more_residual])
-            positions = torch.cat([positions, anchors + step + 1])
-            steps = torch.cat([steps, torch.full_like(anchors, step + 1)])
-        return torch.stack(proposed, dim=1)
-
-    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.draft.embed_tokens is not None
-        x = self.layer.attention_input(self.draft.embed_tokens(token_ids), hidden)
-        return x, x[:, hidden.shape[1] :] if self.layer.norm_before_residual else hidden
-
-
 class Merger:
     """Merges the source's attention in every way."""
 
@@ -223,15 +140,6 @@ class Merger:
         if way.metric != "calibration":  # a ridge alone: measured distances belong to the metric
             moments = replace(moments, distance_mass=None)
         return merge(self.weights, self.rope, options, self._metrics[way.metric], moments)
-
-
-def rest_of(draft: DraftModel) -> Rest:
-    """What follows the attention."""
-    state = draft.state_dict()
-    names = ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    norm, gate, up, down = (state[f"layers.0.{name}.weight"] for name in names)
-    last, head = state["norm.weight"], state["lm_head.weight"]
-    return Rest(norm, gate, up, down, last, head, draft.config.rms_norm_eps)
 
 
 def chosen_prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], str, str]:
@@ -305,16 +213,15 @@ def parse() -> argparse.Namespace:
 
 def answer(
     target: Target, draft: DraftModel, folder: Path, prompts: Sequence[Prompt], max_tokens: int
-) -> tuple[Generation, list[Text], Recorder]:
+) -> tuple[Generation, tuple[Stretch, ...]]:
     """Let target and source draft answer the first turns, and keep what the draft reads."""
     chat = load_chat(folder)
     asked = [prompt.token_ids or chat.prompt(prompt.turns[:1]) for prompt in prompts]
-    texts = Texts(Recorder(draft, 1, 10**9))
-    texts.recorder.start(0, range(len(asked)))
+    recorder = Recorder(draft, 1, 10**9)
+    recorder.start(0, range(len(asked)), [[range(len(prompt) - 1, sys.maxsize)] for prompt in asked])
     note(f"the target answers {len(asked)} prompts")
     settings = Settings(max_tokens, K, batch_size=16, stop_ids=chat.stop_ids)
-    made = generate(target, asked, settings, draft=draft, on_draft_pass=texts)
-    return made, texts.finish(asked), texts.recorder
+    return generate(target, asked, settings, draft=draft, on_draft_pass=recorder), recorder.stretches()
 
 
 def main() -> None:
@@ -326,19 +233,19 @@ def main() -> None:
     calibration = find_calibration(arguments, to_calibrate)
     target = load_target(arguments.target, dtype=getattr(torch, arguments.dtype))
     draft = load_draft(arguments.draft, target=target)
-    made, texts, recorder = answer(target, draft, arguments.target, prompts, arguments.max_tokens)
+    made, stretches = answer(target, draft, arguments.target, prompts, arguments.max_tokens)
     exact = load_draft(arguments.draft, target=target).float()
     config = exact.config
     norm = exact.state_dict()["layers.0.hidden_norm.weight"], config.rms_norm_eps
-    heard = replace(calibration, stretches=recorder.stretches())
+    heard = replace(calibration, stretches=stretches)
     fresh = heard.moments(*norm, norm_before_residual=config.norm_before_residual).samples
     fresh = fresh[:: max(sum(len(sample.x) for sample in fresh) // MOST_COMPARED, 1)]
     rope = rope_spec(config.rope, config.head_dim, config.max_position_embeddings)
-    merger, replay, rest = (
+    merger, around = (
         Merger(exact, calibration.moments(*norm), rope),
-        Replay(exact, rope),
-        rest_of(exact),
+        surroundings(exact.state_dict(), exact.embed_tokens, config),
     )
+    replay = Replay(replayable(stretches, K), around, rope, K)
     engine = mean_accepted_length(total(made.counters))
     about = {
         "prompts": prompts_name,
@@ -350,15 +257,17 @@ def main() -> None:
     }
     ways = tuple(all_ways()) if arguments.all else DEFAULT_WAYS
     with torch.inference_mode():
-        source = [replay.counters(merger.weights, text) for text in texts]
+        source = replay.counters(merger.weights)
         rows = [row("source draft", config.num_key_value_heads, None, source, source)]
         note(f"mean accepted length of the source: engine {engine:.4f}, replay {rows[0]['length']:.4f}")
         for count, way in itertools.product(arguments.heads, ways):
             start = time.process_time()
             merged = merger.merged(way, count)
             seconds = round(time.process_time() - start, 1)
-            found = compare(merger.weights, merged.weights, rope, merged.report.query_order, fresh, rest)
-            counters = [replay.counters(merged.weights, text) for text in texts]
+            found = compare(
+                merger.weights, merged.weights, rope, merged.report.query_order, fresh, around.rest
+            )
+            counters = replay.counters(merged.weights)
             rows.append(row(str(way), count, found.as_dict(), counters, source) | {"cpu_s": seconds})
             note(f"{count} {way}: {rows[-1]['length']:.3f}, retained {rows[-1]['retention']:.3f}")
             write(arguments.out, about, rows)  # a long run that is stopped leaves what it has
@@ -373,7 +282,7 @@ def write(out: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def row(
-    name: str, count: int, found: dict[str, Any] | None, ours: list[Counters], theirs: list[Counters]
+    name: str, count: int, found: dict[str, Any] | None, ours: Sequence[Counters], theirs: Sequence[Counters]
 ) -> dict[str, Any]:
     """One line of the table."""
     mine, other = total(ours), total(theirs)
@@ -385,7 +294,7 @@ def row(
         "drafts": mine.drafts,
         "per_position": per_position_accept_rate(mine),
         "length": mean_accepted_length(mine),
-        "retention": (mine.accepted_tokens / mine.drafts) / (other.accepted_tokens / other.drafts),
+        "retention": retention(mine, other),
         "interval": None if interval is None else [interval.low, interval.high],
     }
 

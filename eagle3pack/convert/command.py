@@ -11,9 +11,15 @@ from eagle3pack.checkpoint.digest import header_sha256, sha256_file
 from eagle3pack.checkpoint.distributed import model_folder
 from eagle3pack.checkpoint.files import Checkpoint, open_checkpoint
 from eagle3pack.checkpoint.folder import new_folder, require_free, require_separate
+from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.convert.calibrate import CalibrationOptions, Progress, find_calibration
 from eagle3pack.convert.compute import Computation, start_computation
-from eagle3pack.convert.examine import shared_with_target, target_names, vocabulary_map_is_identity
+from eagle3pack.convert.examine import (
+    shared_with_target,
+    taken_from_target,
+    target_names,
+    vocabulary_map_is_identity,
+)
 from eagle3pack.convert.execute import copy_companions, prove, write_output
 from eagle3pack.convert.handoff.command import plan_hand_off, require_place, write_hand_off
 from eagle3pack.convert.plan import (
@@ -158,7 +164,12 @@ def run_convert(
     )
     calibration = find_calibration(calibrated, plan, source, say=say, progress=progress)
     computation = start_computation(
-        plan, say, calibration, trains=not options.dry_run, heal_state=options.heal_state
+        plan,
+        say,
+        calibration,
+        shared=None if calibration is None else _shared(plan, target, options),
+        trains=not options.dry_run,
+        heal_state=options.heal_state,
     )
     if options.dry_run:
         summary = replace(summary, warnings=(*_occupied(out, options.overwrite), *summary.warnings))
@@ -278,6 +289,23 @@ def _examine(
         ),
         different,
     )
+
+
+def _shared(plan: Plan, target: TargetSpec | None, options: ConvertOptions) -> Mapping[str, TensorEntry]:
+    """What the draft takes from its target, if that is at hand: a figure of a report is worth no download."""
+    if (
+        target is None
+        or options.target is None
+        or {"embed_tokens.weight", "lm_head.weight"} <= set(plan.sources)
+    ):
+        return {}
+    if not (Path(options.target).is_dir() or options.calibrate_with):  # what has run here is in the cache
+        return {}
+    names = tuple(name for all_ in target_names(target).values() for name in all_)
+    folder = resolve_target_weights(options.target, names)
+    if folder is None or not any(folder.glob("*.safetensors")):
+        return {}
+    return taken_from_target(plan.before, plan.sources, target, folder)
 
 
 def _try(summary: Summary, computation: Computation) -> Summary:

@@ -140,6 +140,7 @@ def start_computation(
     say: Callable[[str], None],
     calibration: Calibration | None = None,
     *,
+    shared: Mapping[str, TensorEntry] | None = None,
     trains: bool = False,
     heal_state: Path | None = None,
 ) -> Computation:
@@ -149,6 +150,7 @@ def start_computation(
         plan: what to compute.
         say: for messages.
         calibration: of this draft.
+        shared: what the draft takes from its target, by logical name, where it is at hand.
         trains: heal, if the plan says so; a dry run does not.
         heal_state: where healing keeps how far it came.
     """
@@ -156,4 +158,4 @@ def start_computation(
         return Pooling(plan)
     from eagle3pack.convert.merging.compute import Merging
 
-    return Merging(plan, say, calibration, trains, heal_state)
+    return Merging(plan, say, calibration, shared or {}, trains, heal_state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from eagle3pack.checkpoint.files import Checkpoint, open_checkpoint
@@ -72,6 +72,31 @@ def shared_with_target(
         else:
             equal[logical] = found
     return equal, different
+
+
+def taken_from_target(
+    config: DraftConfig, present: Container[str], target: TargetSpec, target_folder: Path
+) -> dict[str, TensorEntry]:
+    """Find what engines give a draft that has no embedding or no head of its own.
+
+    Args:
+        config: of the draft.
+        present: logical names of the draft's own tensors.
+        target: the target.
+        target_folder: a folder with the target's files that hold the tensors in question.
+
+    Returns:
+        Logical name -> the target's tensor; without those that the target lacks or has in another shape.
+    """
+    theirs = open_checkpoint(target_folder, partial=True).tensors
+    taken: dict[str, TensorEntry] = {}
+    for logical, candidates in target_names(target).items():
+        if logical in present or (logical == "lm_head.weight" and not config.has_full_vocabulary):
+            continue
+        found = next((theirs[name] for name in candidates if name in theirs), None)
+        if found is not None and found.shape == (config.vocab_size, config.hidden_size):
+            taken[logical] = found
+    return taken
 
 
 def _difference(ours: TensorEntry, theirs: TensorEntry, on_bytes: Callable[[int], None]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ _LABELS = {
     "output_error": "held-out output error",
     "attention_kl": "held-out attention KL",
     "logits_kl": "held-out logits KL",
+    "accepted_length": "accepted length",
+    "accepted_at_1": "accepted by position",
+    "retention": "accepted retained",
 }
 
 
@@ -150,6 +154,8 @@ class Summary:
             return f"{value:.3f} (mean pooling: {self.quality['output_error_by_mean']:.3f}; 0 is exact)"
         if name == "output_error_before_healing":
             return f"{value:.3f}, before {self.plan.request.closed_form.heal_steps} steps of training"
+        if name in ("accepted_length", "accepted_at_1", "retention"):
+            return self._accepted(name)
         if name.endswith("_kl"):
             return f"{value:.3f} nats{self._same_tokens() if name == 'logits_kl' else ''}"
         if not name.endswith("_kept_energy"):
@@ -160,6 +166,29 @@ class Summary:
         if settings.max_distance is not None and name.startswith("k_"):
             yardstick += f", distances up to {settings.max_distance:,}"
         return f"{value:.1%} (mean pooling: {self.quality[f'{name}_by_mean']:.1%}; {yardstick})"
+
+    def _accepted(self, name: str) -> str:
+        """What held-out texts say of acceptance, with what it is to be compared with."""
+        found = self.quality
+        if name == "accepted_length":
+            unhealed = found.get("accepted_length_before_healing")
+            others = [f"source: {found['accepted_length_of_source']:.3f}"]
+            others += [] if unhealed is None else [f"before healing: {unhealed:.3f}"]
+            others += [f"mean pooling: {found['accepted_length_by_mean']:.3f}"]
+            return f"{found[name]:.3f} on held-out texts ({'; '.join(others)})"
+        if name == "accepted_at_1":
+            ours, theirs = (
+                ", ".join(f"{value:.3f}" for key, value in found.items() if re.fullmatch(pattern, key))
+                for pattern in (r"accepted_at_\d+", r"accepted_at_\d+_of_source")
+            )
+            return f"{ours} (source: {theirs})"
+        interval = ""
+        if "retention_low" in found:
+            interval = f", {found['retention_low']:.1%} to {found['retention_high']:.1%} in 95% of resamples"
+        return (
+            f"{found[name]:.1%}{interval}: {found['accepted_drafts_of_source']:,.0f} drafts of the source in "
+            f"{found['accepted_texts']:.0f} texts"
+        )
 
     def _same_tokens(self) -> str:
         shares = [share for name, share in self.quality.items() if name.startswith("same_token_at_step_")]

@@ -61,3 +61,10 @@ def per_position_accept_rate(counters: Counters) -> tuple[float, ...] | None:
     if not counters.drafts:
         return None
     return tuple(accepted / counters.drafts for accepted in counters.accepted_per_position)
+
+
+def retention(ours: Counters, theirs: Counters) -> float | None:
+    """Accepted tokens a draft over the other's; None where the other accepts nothing or drafts nothing."""
+    if not (ours.drafts and theirs.drafts and theirs.accepted_tokens):
+        return None
+    return (ours.accepted_tokens / ours.drafts) / (theirs.accepted_tokens / theirs.drafts)

@@ -16,7 +16,7 @@ from eagle3pack.errors import InputError, UsageError
 from tests.cli import Cli
 from tests.convert.merging.test_capture import write_target
 from tests.convert.test_command import convert, load, record
-from tests.tiny import native_config, write_draft
+from tests.tiny import draft_tensors, native_config, write_draft
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}w3"
 NUM_PROMPTS = 11
@@ -100,6 +100,42 @@ def test_the_record_tells_what_was_calibrated_with_and_held_out_errors(
     assert set(by_grouping) == {"contiguous", "similarity"}
     assert merging["grouping"] == min(by_grouping, key=by_grouping.__getitem__)
     assert len(held_out["same_token"]) == 3 and held_out["logits_kl"] > 0
+
+
+def test_the_record_tells_what_each_stage_has_accepted_of_held_out_texts(calibrated: Path) -> None:
+    acceptance = record(calibrated / "gqa")["layers"][0]["held_out"]["acceptance"]
+    assert acceptance["num_texts"] == 4 and acceptance["healed"] is None  # two conversations of two turns
+    assert acceptance["source"]["retention"] in (1, None)  # None: a draft at random has nothing accepted
+    for stage in ("source", "mean", "merged"):
+        found = acceptance[stage]
+        accepted = sum(found["accepted_per_position"])
+        assert found["drafts"] > 20 and len(found["accepted_per_position"]) == 3
+        assert found["mean_accepted_length"] == pytest.approx(1 + accepted / found["drafts"])
+
+
+def test_without_what_a_replay_needs_the_accepted_length_is_left_out_and_why(
+    calibrated: Path, target: Path, source: Path, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    file, old = calibrated / "c.safetensors", tmp_path / "old.safetensors"
+    made = read_calibration(file)
+    bare = tuple(replace(stretch, token_ids=None, answer=None) for stretch in made.stretches)
+    write_calibration(replace(made, stretches=bare), old)
+    options = {"num_kv_heads": 2, "method": "svd", "dry_run": True}
+    without = convert(source, tmp_path / "gqa", calibration=old, **options)
+    assert "accepted_length" not in without.quality and "same_token_at_step_0" in without.quality
+    assert any("accepted length left out: the calibration is of an earlier" in w for w in without.warnings)
+
+    # The digest of a calibration does not cover embedding and head: a draft that shares them fits it.
+    tensors = draft_tensors(native_config(), dtype="F32")
+    del tensors["embed_tokens.weight"]
+    stripped = write_draft(tmp_path / "stripped", tensors=tensors, dtype="F32")
+    without = convert(stripped, tmp_path / "gqa", calibration=file, **options)
+    assert any("left out: the draft shares the target's" in warning for warning in without.warnings)
+    found = convert(stripped, tmp_path / "gqa", calibration=file, target=str(target), **options)
+    assert found.quality["accepted_length"] >= 1 and found.quality["accepted_texts"] == 4
+    assert "accepted length" in found.as_text() and "accepted by position" in found.as_text()
 
 
 def test_a_kept_calibration_gives_the_same_draft_elsewhere(
@@ -251,6 +287,8 @@ def test_healing_lowers_the_held_out_error_and_says_by_how_much(
     healed, held_out = layer["heal"], layer["held_out"]
     assert healed["best_step"] > 0 and healed["error_after"] < healed["error_before"]
     assert held_out["output_error"] == pytest.approx(healed["error_after"], rel=1e-3)
+    assert held_out["acceptance"]["healed"]["drafts"] > 20
+    assert "; before healing: " in result.err
 
     again = cli("convert", source, tmp_path / "again", *healing)
     assert again.code == 0 and "going on after step 6" in again.err

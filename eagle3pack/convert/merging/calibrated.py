@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from eagle3pack.convert.merging.acceptance import Acceptance
 from eagle3pack.convert.merging.attention import AttentionWeights
 from eagle3pack.convert.merging.fidelity import Fidelity, Rest, compare, output_error
 from eagle3pack.convert.merging.merge import Merged, MergeOptions, mean_pooled, merge
 from eagle3pack.convert.merging.metrics import Metric
 from eagle3pack.convert.merging.moments import Moments, Sample
+from eagle3pack.convert.merging.replay import Replay
 from eagle3pack.convert.merging.rotary import RopeSpec
 from eagle3pack.errors import UsageError
 
@@ -26,12 +28,14 @@ class Judged:
         fidelity: beside its source.
         mean_output_error: of mean pooling with the same groups.
         output_errors: of every grouping that was tried.
+        acceptance: of held-out texts; None where they could not be replayed.
     """
 
     merged: Merged
     fidelity: Fidelity
     mean_output_error: float
     output_errors: Mapping[str, float]
+    acceptance: Acceptance | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types only."""
@@ -39,6 +43,7 @@ class Judged:
             **self.fidelity.as_dict(),
             "output_error_by_mean": self.mean_output_error,
             "output_error_by_grouping": dict(self.output_errors),
+            "acceptance": None if self.acceptance is None else self.acceptance.as_dict(),
         }
 
 
@@ -52,6 +57,7 @@ def merge_judged(
     choose_grouping: bool = False,
     train: Callable[[AttentionWeights], AttentionWeights] | None = None,
     rest: Rest | None = None,
+    replay: Replay | None = None,
 ) -> Judged:
     """Merge one layer and compare it with its source on held-out activations.
 
@@ -60,6 +66,7 @@ def merge_judged(
         choose_grouping: try similar heads beside neighbours, and keep them only where they lose less.
         train: makes better weights of the merged ones.
         rest: of the draft, for its logits.
+        replay: of held-out texts, for what is accepted.
 
     Raises:
         UsageError: the calibration holds no activations.
@@ -79,12 +86,19 @@ def merge_judged(
         if best is None or errors[name] < errors[best.report.grouping]:
             best = merged
     assert best is not None
-    if train is not None:
-        best = replace(best, weights=train(best.weights))
-    groups = tuple(group.heads for group in best.report.result.groups)
-    mean_error = output_error(weights, mean_pooled(weights, rope, groups), rope, held_out)
-    fidelity = compare(weights, best.weights, rope, best.report.query_order, held_out, rest)
-    return Judged(best, fidelity, mean_error, errors)
+    result = best if train is None else replace(best, weights=train(best.weights))
+    mean = mean_pooled(weights, rope, tuple(group.heads for group in best.report.result.groups))
+    acceptance = None
+    if replay is not None:
+        stages = replay.counters(weights), replay.counters(mean), replay.counters(best.weights)
+        acceptance = Acceptance(*stages, None if train is None else replay.counters(result.weights))
+    return Judged(
+        result,
+        compare(weights, result.weights, rope, result.report.query_order, held_out, rest),
+        output_error(weights, mean, rope, held_out),
+        errors,
+        acceptance,
+    )
 
 
 def _spread(samples: Sequence[Sample]) -> Sequence[Sample]:

@@ -18,13 +18,14 @@ from eagle3pack.convert.compute import LayerResult
 from eagle3pack.convert.merging.attention import AttentionWeights, from_matrices, to_matrices
 from eagle3pack.convert.merging.calibrated import Judged, merge_judged
 from eagle3pack.convert.merging.calibration import Calibration
-from eagle3pack.convert.merging.fidelity import Rest
+from eagle3pack.convert.merging.fidelity import rest_of
 from eagle3pack.convert.merging.grouping import Groups
 from eagle3pack.convert.merging.heal import Healed, HealOptions, HealProgress, HealReport, heal
 from eagle3pack.convert.merging.heal_state import read_state, write_state
 from eagle3pack.convert.merging.merge import MergeOptions, Refit, merge
 from eagle3pack.convert.merging.metrics import IDENTITY, Metric, embedding_metric, norm_metric
 from eagle3pack.convert.merging.moments import Moments
+from eagle3pack.convert.merging.replay import Replay, replayable, stored_rows, surroundings
 from eagle3pack.convert.merging.report import MergeReport
 from eagle3pack.convert.merging.rotary import RopeSpec, rope_spec
 from eagle3pack.convert.plan import Plan
@@ -33,6 +34,15 @@ from eagle3pack.documents import describe
 from eagle3pack.errors import InputError, UsageError
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+_IN_LAYER = (
+    "input_layernorm",
+    "hidden_norm",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+_AROUND = ("norm.weight", "lm_head.weight", *(f"layers.0.{name}.weight" for name in _IN_LAYER))
 LONGEST_DISTANCE = 32768  # als weighs distances by 1/(1 + distance); beyond this there is next to nothing
 
 
@@ -44,6 +54,7 @@ class Merging:
         plan: what is converted.
         say: told which layer is being merged, and how healing comes along.
         calibration: of this draft, or None.
+        shared: of the target, what engines take from there where the draft has none, by logical name.
         trains: heal, if the plan says so.
         heal_state: the file that keeps how far healing came, or None.
     """
@@ -51,12 +62,14 @@ class Merging:
     plan: Plan
     say: Callable[[str], None]
     calibration: Calibration | None = None
+    shared: Mapping[str, TensorEntry] = field(default_factory=dict)
     trains: bool = False
     heal_state: Path | None = None
     _made: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _reports: dict[int, MergeReport] = field(default_factory=dict)
     _judged: dict[int, Judged] = field(default_factory=dict)
     _healed: dict[int, HealReport] = field(default_factory=dict)
+    _left_out: list[str] = field(default_factory=list)
 
     def compute(self, planned: PlannedTensor) -> Iterator[memoryview]:
         """Give one tensor of a layer, merging the layer when its first one is asked for.
@@ -93,6 +106,7 @@ class Merging:
                 raise UsageError(f"it runs the attention, and {spec.unknown}", where="--heal")
             merged = merge(weights, spec, options, metric, moments)
         else:
+            tensors = self._around()
             judged = merge_judged(
                 weights,
                 spec,
@@ -101,7 +115,8 @@ class Merging:
                 moments,
                 choose_grouping=chosen == "auto",
                 train=self._trainer(layer, weights, spec, moments),
-                rest=self._rest(),
+                rest=rest_of(tensors, config.rms_norm_eps) if "lm_head.weight" in tensors else None,
+                replay=self._replay(tensors, spec),
             )
             merged, self._judged[layer] = judged.merged, judged
         self._reports[layer] = merged.report
@@ -176,14 +191,30 @@ class Merging:
             return "ridge" if self.plan.request.method in ("svd", "als") else None
         return asked
 
-    def _rest(self) -> Rest | None:
-        """The draft behind its attention; None where its head is the target's."""
-        if "lm_head.weight" not in self.plan.sources:
-            return None
-        names = ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-        norm, gate, up, down = (self._load(f"layers.0.{name}.weight") for name in names)
-        last, head = self._load("norm.weight"), self._load("lm_head.weight")
-        return Rest(norm, gate, up, down, last, head, self.plan.before.rms_norm_eps)
+    def _around(self) -> dict[str, Tensor]:
+        """The draft around its attention, by logical name, without its embeddings."""
+        found = {**self.shared, **self.plan.sources}
+        tensors = {name: load(found[name]) for name in _AROUND if name in found}
+        return tensors | ({"d2t": load_tensor(found["d2t"])} if "d2t" in found else {})
+
+    def _replay(self, tensors: Mapping[str, Tensor], spec: RopeSpec) -> Replay | None:
+        """Held-out texts to replay drafts on; None, and a note why, where they cannot be."""
+        assert self.calibration is not None
+        found = {**self.shared, **self.plan.sources}
+        texts = [text for text in self.calibration.stretches if text.held_out] or self.calibration.stretches
+        count = self.calibration.document["generation"]["num_speculative_tokens"]
+        known = replayable(texts, count)
+        if "embed_tokens.weight" not in found or "lm_head.weight" not in found:
+            why = "the draft shares the target's embeddings or head: give --target a folder with its weights"
+        elif all(text.token_ids is None for text in texts):
+            why = "the calibration is of an earlier version, which kept no tokens: make it again"
+        elif not known:
+            why = f"no held-out text has an answer of more than {count} tokens"
+        else:
+            around = surroundings(tensors, stored_rows(found["embed_tokens.weight"]), self.plan.before)
+            return Replay(known, around, spec, count)
+        self._left_out.append(f"accepted length left out: {why}")
+        return None
 
     def _metric(self, layer: int, moments: Moments | None) -> Metric:
         name = self.plan.request.closed_form.metric
@@ -219,7 +250,7 @@ class Merging:
                 {"merging": report.as_dict()}
                 | ({"held_out": self._judged[layer].as_dict()} if layer in self._judged else {})
                 | ({"heal": self._healed[layer].as_dict()} if layer in self._healed else {}),
-                (*report.notes, *self._heal_notes(layer)),
+                (*report.notes, *self._heal_notes(layer), *self._left_out),
             )
             for layer, report in sorted(self._reports.items())
         ]
@@ -262,6 +293,8 @@ class Merging:
         }
         for report in self._healed.values():
             quality["output_error_before_healing"] = report.error_before
+        if judged.acceptance is not None:
+            quality |= judged.acceptance.quality()
         if found.logits_kl is not None and found.same_token is not None:
             quality["logits_kl"] = found.logits_kl
             quality |= {f"same_token_at_step_{i}": share for i, share in enumerate(found.same_token)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,14 +62,29 @@ class Rest:
 
     def log_probabilities(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The next token's, float32, (T, Vd), from the attention's input residual and output, (T, H)."""
-        hidden = residual.float() + attended.float()
-        x = self._normed(hidden, self.post_attention_layernorm)
-        mixed = F.silu(_product(x, self.gate)) * _product(x, self.up)
-        hidden = hidden + _product(mixed, self.down)
-        return _product(self._normed(hidden, self.norm), self.lm_head).log_softmax(-1)
+        return self.logits(self.normed(self.hidden(residual, attended), self.norm)).log_softmax(-1)
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+    def hidden(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """What leaves the layer, float32, (T, H)."""
+        hidden = residual.float() + attended.float()
+        x = self.normed(hidden, self.post_attention_layernorm)
+        mixed = F.silu(_product(x, self.gate)) * _product(x, self.up)
+        return hidden + _product(mixed, self.down)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Scores of the next token, float32, (T, Vd), from what left the last norm."""
+        return _product(normed, self.lm_head)
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of float32 rows, with one of the draft's weights."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight.float()
+
+
+def rest_of(tensors: Mapping[str, Tensor], eps: float) -> Rest:
+    """What follows the attention, from a draft's tensors by logical name."""
+    names = ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    norm, gate, up, down = (tensors[f"layers.0.{name}.weight"] for name in names)
+    return Rest(norm, gate, up, down, tensors["norm.weight"], tensors["lm_head.weight"], eps)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eagle3pack.engine.counters import Counters
 from eagle3pack.engine.statistics import Interval, retention_interval
 from eagle3pack.verify.smoke.measure import Measurement
 from eagle3pack.verify.smoke.protocol import Completion
@@ -69,13 +68,6 @@ def compare_answers(
                 break
             identical += 1
     return Agreement(compared, identical, tuple(divergences))
-
-
-def retention(ours: Counters, theirs: Counters) -> float | None:
-    """Accepted tokens a draft over the other's; None where the other accepts nothing or drafts nothing."""
-    if not (ours.drafts and theirs.drafts and theirs.accepted_tokens):
-        return None
-    return (ours.accepted_tokens / ours.drafts) / (theirs.accepted_tokens / theirs.drafts)
 
 
 def retention_between(ours: Measurement, theirs: Measurement) -> Interval | None:

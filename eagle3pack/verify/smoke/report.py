@@ -12,6 +12,7 @@ from eagle3pack.engine.counters import (
     draft_accept_rate,
     mean_accepted_length,
     per_position_accept_rate,
+    retention,
     total,
 )
 from eagle3pack.engine.statistics import (
@@ -23,7 +24,6 @@ from eagle3pack.engine.statistics import (
 from eagle3pack.verify.smoke.compare import (
     Agreement,
     compare_answers,
-    retention,
     retention_between,
     speedup,
 )

@@ -31,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(write_target(tmp_path_factory.mktemp("target")))
 
 
-def write_target(folder: Path) -> Path:
+def write_target(folder: Path, **changes: Any) -> Path:
     """A random target whose texts are not all alike."""
     import json
 
@@ -39,7 +39,7 @@ def write_target(folder: Path) -> Path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    (folder / "config.json").write_text(json.dumps(target_config(torch_dtype="float32")))
+    (folder / "config.json").write_text(json.dumps(target_config(torch_dtype="float32", **changes)))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     with torch.no_grad():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3pack.engine.counters import Counters
-from eagle3pack.verify.smoke.compare import compare_answers, retention, speedup
+from eagle3pack.engine.counters import Counters, retention
+from eagle3pack.verify.smoke.compare import compare_answers, speedup
 from eagle3pack.verify.smoke.measure import Measurement
 from eagle3pack.verify.smoke.protocol import Completion
 from tests.verify.smoke.support import scripted_facts
