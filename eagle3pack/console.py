@@ -9,9 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import click
+
+LINE_EVERY_S = 15.0  # of progress, where no terminal shows a bar
 
 _verbosity = 0  # -1 quiet, 0 normal, 1 verbose; set once by the CLI
 
@@ -91,38 +94,75 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B" if units[0] == "B" else f"{count:.3g} {units[0]}"
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration as people say it: 40 s, 12 min, 3.4 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How far something has come."""
+
+    label: str
+    total: int
+    unit: str
+    start: float
+    done: int = 0
+
+    def amount(self, count: float) -> str:
+        return format_bytes(count) if self.unit == "B" else f"{count:,.0f}"
+
+    def rate(self) -> str:
+        per_s = self.done / max(time.monotonic() - self.start, 1e-9)
+        return f"{format_bytes(per_s)}/s" if self.unit == "B" else f"{per_s:.3g} {self.unit}/s"
+
+    def line(self) -> str:
+        left = (time.monotonic() - self.start) * max(self.total / self.done - 1, 0)
+        return (
+            f"{self.label}: {self.amount(self.done)} of {self.amount(self.total)}, {self.rate()}, "
+            f"{format_seconds(left)} left"
+        )
+
+
 @contextmanager
 def progress(label: str, total: int, *, unit: str = "B") -> Iterator[Callable[[int], None]]:
     """Show progress on stderr, with rate and time left, and yield the function that advances it.
 
-    On a terminal a bar; elsewhere nothing, since a log wants no redrawn lines.
+    On a terminal a bar; elsewhere a line now and then, since a log wants no redrawn ones.
 
     Args:
         label: what is being done.
-        total: how many units there are.
+        total: how many units there are, at most.
         unit: "B" for bytes, else a word in the plural ("tokens").
     """
-    if _verbosity < 0 or total <= 0 or not sys.stderr.isatty():
+    pace = _Pace(label, total, unit, time.monotonic())
+    if _verbosity < 0 or total <= 0:
         yield lambda count: None
-        return
-    start = time.monotonic()
-    done = 0
+    elif sys.stderr.isatty():
+        with click.progressbar(
+            length=total,
+            label=label,
+            file=sys.stderr,
+            item_show_func=lambda _: pace.rate(),
+            update_min_steps=max(total // 1000, 1),
+        ) as bar:
 
-    def rate(_: object) -> str:
-        per_s = done / max(time.monotonic() - start, 1e-9)
-        return f"{format_bytes(per_s)}/s" if unit == "B" else f"{per_s:.3g} {unit}/s"
+            def redraw(count: int) -> None:
+                pace.done += count
+                bar.update(count, current_item=pace.done)
 
-    with click.progressbar(
-        length=total,
-        label=label,
-        file=sys.stderr,
-        item_show_func=rate,
-        update_min_steps=max(total // 1000, 1),
-    ) as bar:
+            yield redraw
+    else:
+        next_line = pace.start + LINE_EVERY_S
 
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.update(count, current_item=done)
+        def note(count: int) -> None:
+            nonlocal next_line
+            pace.done += count
+            now = time.monotonic()
+            if now >= next_line and pace.done:
+                next_line = now + LINE_EVERY_S * min(max((now - pace.start) / 150, 1), 8)  # ever more rarely
+                say(pace.line())
 
-        yield advance
+        yield note

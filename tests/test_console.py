@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3pack import __version__
-from eagle3pack.console import format_bytes, table
+from eagle3pack import __version__, console
+from eagle3pack.console import format_bytes, format_seconds, table
 from tests.cli import Cli
 from tests.tiny import write_draft
 
@@ -28,6 +28,47 @@ from tests.tiny import write_draft
 )
 def test_bytes_are_written_as_disks_count_them(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_durations_are_said_as_people_say_them() -> None:
+    assert [format_seconds(s) for s in (3.6, 99, 100, 5999, 12_240)] == [
+        "4 s",
+        "99 s",
+        "2 min",
+        "100 min",
+        "3.4 h",
+    ]
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with console.progress("calibrating", 4000, unit="tokens") as advance:
+        for _ in range(35):
+            now += 1
+            advance(100)
+    assert capsys.readouterr().err.splitlines() == [
+        "calibrating: 1,500 of 4,000, 100 tokens/s, 25 s left",
+        "calibrating: 3,000 of 4,000, 100 tokens/s, 10 s left",
+    ]
+    with console.progress("converting", 6_000_000_000) as advance:
+        now += 20
+        advance(2_000_000_000)
+    assert capsys.readouterr().err == "converting: 2 GB of 6 GB, 100 MB/s, 40 s left\n"
+
+
+def test_what_takes_an_hour_is_told_less_often(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with console.progress("healing", 10_000, unit="steps") as advance:
+        for _ in range(3600):
+            now += 1
+            advance(1)
+    assert 30 < len(capsys.readouterr().err.splitlines()) < 60
 
 
 def test_a_table_aligns_numbers_right_and_words_left() -> None:

@@ -157,7 +157,7 @@ def _made(
     opened = _open(options, draft, say)
     extent = plan_extent(opened.source.answers, MAX_TOKENS, options.tokens, most)
     with progress("calibrating", extent.tokens, unit="tokens") as on_tokens:
-        recorder, counters = record(opened.source, extent, most, on_tokens)
+        recorder, counters, count = record(opened.source, extent, most, on_tokens)
     length = mean_accepted_length(counters)
     if length is None:
         raise InputError(
@@ -176,8 +176,9 @@ def _made(
     }
     calibration = assemble(recorder, plan, about)
     say(
-        f"calibration: {counters.output_tokens:,} tokens of answers, on which the draft's mean accepted "
-        f"length is {length:.3f} with {NUM_SPECULATIVE_TOKENS} speculative tokens"
+        f"calibration: {counters.output_tokens:,} tokens of answers in {count:,} of {len(extent.order):,} "
+        f"conversations; the draft's mean accepted length is {length:.3f} with {NUM_SPECULATIVE_TOKENS} "
+        "speculative tokens"
     )
     _tell(calibration, plan, say)
     if options.save is not None:

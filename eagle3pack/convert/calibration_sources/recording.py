@@ -115,7 +115,7 @@ def plan_extent(answers: Sequence[int], max_tokens: int, limit: int | None, most
 
 def record(
     source: Source, extent: Extent, most: int, on_tokens: Callable[[int], None]
-) -> tuple[Recorder, Counters]:
+) -> tuple[Recorder, Counters, int]:
     """Go through a source until its end, the limit, or all that averages and refits can use.
 
     Args:
@@ -123,6 +123,9 @@ def record(
         extent: how much of it.
         most: activations to keep.
         on_tokens: told of tokens of answers.
+
+    Returns:
+        What was recorded, what speculation did, and how many conversations were gone through.
     """
     recorder = Recorder(source.draft, len(extent.order), most)
     enough = ENOUGH_INPUTS * 2 * source.draft.config.hidden_size
@@ -137,7 +140,7 @@ def record(
             room -= total(made).output_tokens
         if recorder.is_full and sum(recorder.by_step) >= enough:
             break
-    return recorder, total(counters)
+    return recorder, total(counters), start
 
 
 def _next(answers: Sequence[int], extent: Extent, start: int, room: int | None) -> tuple[int, ...]:

@@ -208,7 +208,10 @@ def test_without_a_mask_every_token_is_an_answer(
     result = cli("convert", source, tmp_path / "gqa", *options)
     assert result.code == 0, result.err
     assert "every token counts as its answer" in result.err and "11 files of speculators" in result.err
-    assert "mean accepted length is" in result.err and "kept for the refit" in result.err
+    assert (
+        "in 11 of 11 conversations; the draft's mean accepted length is" in result.err
+        and "kept for the refit" in result.err
+    )
     document = record(tmp_path / "gqa")["method"]["parameters"]["calibration"]
     assert document["generation"]["output_tokens"] == sum(min(len(text[0]) - 1, MAX_TOKENS) for text in texts)
 
