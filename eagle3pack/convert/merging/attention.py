@@ -254,7 +254,7 @@ def _queries_and_keys(
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """All heads in one product, (N, T, D)."""
-    heads = (x @ weight.flatten(0, 1).T).unflatten(1, weight.shape[:2]).transpose(0, 1)
+    heads = (x @ weight.flatten(0, 1).T).reshape(len(x), *weight.shape[:2]).transpose(0, 1)
     return heads if bias is None else heads + bias[:, None]
 
 

@@ -23,7 +23,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from eagle3pack.errors import InputError, PermissionDenied
 
 SCHEMA = "eagle3pack/calibration/1"
 METADATA_KEY = "eagle3pack_calibration"
+_ROWS = 512  # of the second moment at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +88,45 @@ class Calibration:
             eps: of that norm.
             norm_before_residual: the residual is the normed hidden state.
         """
-        samples: dict[bool, list[Sample]] = {False: [], True: []}
-        for stretch in self.stretches:
-            hidden = stretch.hidden.float()
-            normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps) * hidden_norm.float()
-            x = torch.cat([stretch.embeds, normed.bfloat16()], dim=-1)
-            visible = visibility(stretch.positions, stretch.steps)
-            residual = normed.bfloat16() if norm_before_residual else stretch.hidden
-            samples[stretch.held_out].append(Sample(x, stretch.positions, visible, stretch.steps, residual))
-        return Moments(
-            self.second_moment,
-            self.mean,
-            self.distance_mass,
-            tuple(samples[False]),
-            self.document["tokens"]["moments"],
-            tuple(samples[True]),
+        fitted, held_out = (
+            _Samples(
+                tuple(stretch for stretch in self.stretches if stretch.held_out == chosen),
+                hidden_norm.float(),
+                eps,
+                norm_before_residual,
+            )
+            for chosen in (False, True)
+        )
+        tokens = self.document["tokens"]["moments"]
+        return Moments(self.second_moment, self.mean, self.distance_mass, fitted, tokens, held_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples(Sequence[Sample]):
+    """Stretches as samples, each made when it is asked for: activations are large, and held once."""
+
+    stretches: tuple[Stretch, ...]
+    hidden_norm: Tensor
+    eps: float
+    norm_before_residual: bool
+
+    def __len__(self) -> int:
+        return len(self.stretches)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Samples: ...
+    def __getitem__(self, index: int | slice) -> Sample | _Samples:
+        if isinstance(index, slice):
+            return replace(self, stretches=self.stretches[index])
+        stretch = self.stretches[index]
+        hidden = stretch.hidden.float()
+        normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps) * self.hidden_norm
+        x = torch.cat([stretch.embeds, normed.bfloat16()], dim=-1)
+        residual = normed.bfloat16() if self.norm_before_residual else stretch.hidden
+        return Sample(
+            x, stretch.positions, visibility(stretch.positions, stretch.steps), stretch.steps, residual
         )
 
 
@@ -264,7 +289,7 @@ def _tensors(header: Header, hidden: int) -> dict[str, Tensor]:
                 f"is {entry.dtype} {list(entry.shape)}, expected {dtype} {list(shape)}", where=where
             )
         tensors[name] = load_tensor(entry)
-        if not bool(torch.isfinite(tensors[name]).all()):
+        if entry.nbytes and not all(bool(x.isfinite()) for x in tensors[name].aminmax()):
             raise InputError("holds NaN or infinity", where=where)
     return tensors
 
@@ -281,9 +306,7 @@ def _assembled(document: Mapping[str, Any], tensors: Mapping[str, Tensor], *, wh
         raise InputError("token_ids holds a negative id", where=where)
     if answer is not None and bool(((answer > 1) | (answer == 1) & (steps > 0)).any()):
         raise InputError("answer holds something other than 0 and 1, or a 1 at a drafted token", where=where)
-    moment, mass = tensors["second_moment"], tensors.get("distance_mass")
-    if not torch.allclose(moment, moment.T, rtol=1e-3, atol=1e-5 * float(moment.abs().max() + 1e-30)):
-        raise InputError("second_moment is not symmetric", where=where)
+    moment, mass = _symmetrised(tensors["second_moment"], where=where), tensors.get("distance_mass")
     if bool((moment.diagonal() < 0).any()):
         raise InputError("second_moment has a negative diagonal", where=where)
     if mass is not None and (bool((mass < 0).any()) or not float(mass.sum()) > 0):
@@ -307,7 +330,20 @@ def _assembled(document: Mapping[str, Any], tensors: Mapping[str, Tensor], *, wh
         true = stretch.positions[stretch.steps == 0]
         if stretch.answer is not None and not torch.equal(true, torch.arange(len(true), dtype=torch.int32)):
             raise InputError("the true states of a text do not stand at 0, 1, 2, ...", where=where)
-    return Calibration(document, (moment + moment.T) / 2, tensors["mean"], mass, stretches)
+    return Calibration(document, moment, tensors["mean"], mass, stretches)
+
+
+def _symmetrised(moment: Tensor, *, where: str) -> Tensor:
+    """The matrix, in place and exactly symmetric, if it was so up to rounding; some rows at a time."""
+    size = max(float(x.abs()) for x in moment.aminmax())
+    for start in range(0, len(moment), _ROWS):
+        rows, columns = moment[start : start + _ROWS], moment[:, start : start + _ROWS].T
+        if not torch.allclose(rows, columns, rtol=1e-3, atol=1e-5 * size + 1e-30):
+            raise InputError("second_moment is not symmetric", where=where)
+        average = (rows + columns) / 2
+        rows.copy_(average)
+        columns.copy_(average)
+    return moment
 
 
 def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,9 +46,9 @@ class Moments:
     second_moment: Tensor
     mean: Tensor
     distance_mass: Tensor | None = None
-    samples: tuple[Sample, ...] = ()
+    samples: Sequence[Sample] = ()
     num_tokens: int = 0
-    held_out: tuple[Sample, ...] = ()
+    held_out: Sequence[Sample] = ()
 
     def metric(self) -> Metric:
         """The calibrated metric.

@@ -98,7 +98,7 @@ def test_without_activations_and_distances_it_is_a_calibration_still(tmp_path: P
     made = replace(calibration(), stretches=(), distance_mass=None)
     write_calibration(made, tmp_path / "c.safetensors")
     moments = read_calibration(tmp_path / "c.safetensors").moments(torch.ones(H), 1e-6)
-    assert moments.samples == moments.held_out == () and moments.distance_mass is None
+    assert not moments.samples and not moments.held_out and moments.distance_mass is None
 
 
 def test_a_file_without_token_ids_is_read_and_makes_a_merged_one_that_has_none(tmp_path: Path) -> None:
