@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from eagle3pack.checkpoint.files import Checkpoint
 from eagle3pack.draft.config import DraftConfig
+from eagle3pack.draft.target import TargetSpec
 from eagle3pack.draft.tensors import expected_tensors, resolve_names
 from eagle3pack.errors import InputError, UnsupportedDraftError, UsageError
 
@@ -38,6 +39,27 @@ def choose_key_value_heads(config: DraftConfig, wanted: int | None, target_heads
             hint=f"Numbers that do: {possible}.",
         )
     return count
+
+
+def require_target(config: DraftConfig, target: TargetSpec) -> None:
+    """Refuse a target that cannot be the one that the draft was trained for.
+
+    Raises:
+        InputError: its hidden states have another width, or it has not the layers that the draft reads.
+    """
+    last = max(config.aux_hidden_state_layer_ids or (0,))
+    problem = None
+    if config.target_hidden_size != target.hidden_size:
+        problem = (
+            f"the draft reads hidden states of {config.target_hidden_size}, the target {target.name} gives "
+            f"{target.hidden_size}"
+        )
+    elif last > target.num_hidden_layers:
+        problem = (
+            f"the draft reads layers up to {last}, the target {target.name} has {target.num_hidden_layers}"
+        )
+    if problem:
+        raise InputError(problem, where="--target", hint="Name the target that the draft was trained for.")
 
 
 def require_convertible(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, str]:
