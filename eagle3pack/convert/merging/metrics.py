@@ -24,11 +24,13 @@ class Metric:
         name: where it comes from.
         second_moment: None for the identity, (In,) for a diagonal, (In, In) for a full matrix.
         mean: E[x], shape (In,), or None for zero; matters where projections have biases.
+        shrinkage: share of its diagonal that a full matrix is mixed with.
     """
 
     name: MetricName
     second_moment: Tensor | None = None
     mean: Tensor | None = None
+    shrinkage: float = 0.0
 
     def inner(self, rows: Tensor, others: Tensor) -> Tensor:
         """E[(rows x)(others x)'] in float64.
@@ -47,6 +49,8 @@ class Metric:
             weighted = rows * moment.to(rows.dtype)
         else:
             weighted = rows @ moment.to(rows.dtype)
+            if self.shrinkage:
+                weighted = torch.lerp(weighted, rows * moment.diagonal().to(rows.dtype), self.shrinkage)
         return (weighted @ others.mT).double()
 
     def gram(self, rows: Tensor) -> Tensor:
@@ -65,6 +69,7 @@ class Metric:
         full = torch.eye(width + 1, dtype=torch.float64)
         if moment is not None:
             full[:width, :width] = torch.diag(moment) if moment.dim() == 1 else moment
+            full[:width, :width].lerp_(full[:width, :width].diagonal().diag(), self.shrinkage)
         if mean is not None:
             full[:width, width] = full[width, :width] = mean.double()
         return Metric(self.name, full)

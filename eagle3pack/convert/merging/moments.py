@@ -56,8 +56,5 @@ class Moments:
         With fewer tokens than ten a dimension the off-diagonal part is mostly noise, so it is shrunk
         by a tenth.
         """
-        moment = self.second_moment
-        if self.num_tokens < 10 * len(moment):
-            moment = 0.9 * moment
-            moment.diagonal().copy_(self.second_moment.diagonal())
-        return Metric("calibration", moment, self.mean)
+        shrinkage = 0.1 if self.num_tokens < 10 * len(self.second_moment) else 0.0
+        return Metric("calibration", self.second_moment, self.mean, shrinkage)

@@ -6,14 +6,14 @@ sees how heads correlate and what the merged attention really does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle3pack.convert.merging.attention import AttentionWeights, attention_forward, attention_heads
-from eagle3pack.convert.merging.layer import NOISE, working_dtype
+from eagle3pack.convert.merging.layer import working_dtype
 from eagle3pack.convert.merging.moments import Sample
 from eagle3pack.convert.merging.report import RidgeReport
 from eagle3pack.convert.merging.rotary import RopeSpec
@@ -24,75 +24,72 @@ _TOKENS = 2048  # in a product over tokens, or a text more
 _COLUMNS = 512  # of z z' at a time
 
 
-@dataclass(frozen=True, slots=True)
-class OutputStatistics:
-    """Sums over tokens for one refit: z are the merged heads' outputs, y the source's attention output.
+class Outputs(NamedTuple):
+    """What both layers make of some activations: z of the merged heads, (T, N D), y of the source, (T, H)."""
 
-    Attributes:
-        heads: z z', float64, shape (N D, N D).
-        outputs: y z', float64, shape (H, N D).
-        energy: sum of |y|^2.
-    """
-
-    heads: Tensor
-    outputs: Tensor
-    energy: float
-
-    def error(self, o: Tensor) -> float:
-        """Relative error of the output with the given o_proj, shape (H, N D); products in its dtype."""
-        rest = (o @ self.heads.to(o.dtype)).sub_(self.outputs, alpha=2)
-        lost = self.energy + float(rest.mul_(o).sum(dtype=torch.float64))
-        return max(lost, 0.0) / self.energy if self.energy else 0.0
+    z: Tensor
+    y: Tensor
 
 
-def output_statistics(
+def outputs(
     source: AttentionWeights, merged: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample]
-) -> OutputStatistics:
-    """Run both layers over activations and sum up what the refit needs."""
-    width = merged.num_heads * merged.head_dim
-    heads = torch.zeros(width, width, dtype=torch.float64)
-    outputs = torch.zeros(len(merged.o), width, dtype=torch.float64)
-    energy = 0.0
-    for z, y in _outputs(source, merged, rope, samples):
-        for start in range(0, width, _COLUMNS):  # z z' is symmetric: what lies on and below the diagonal
-            heads[start:, start : start + _COLUMNS] += z[:, start:].T @ z[:, start : start + _COLUMNS]
-        outputs += y.T @ z
-        energy += float(y.double().square().sum())
-    for start in range(0, width, _COLUMNS):
-        end = start + _COLUMNS
-        heads[start:end, end:] = heads[end:, start:end].T
-    return OutputStatistics(heads, outputs, energy)
-
-
-def _outputs(
-    source: AttentionWeights, merged: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The merged heads' outputs (T, N D) and the source's attention output (T, H), some texts at a time."""
+) -> Iterator[Outputs]:
+    """Run both layers over activations, some texts at a time; the bias of o_proj is left out."""
     bias = 0 if source.o_bias is None else source.o_bias
-    block: list[tuple[Tensor, Tensor]] = []
+    block: list[Outputs] = []
     for index, sample in enumerate(samples):
         x = sample.x.to(source.q.dtype)
         y = attention_forward(source, rope, x, sample.positions, sample.visible) - bias
         z = attention_heads(merged, rope, x, sample.positions, sample.visible).transpose(0, 1).flatten(1)
-        block.append((z, y))
+        block.append(Outputs(z, y))
         if sum(len(z) for z, _ in block) >= _TOKENS or index == len(samples) - 1:
-            yield torch.cat([z for z, _ in block]), torch.cat([y for _, y in block])
+            yield Outputs(torch.cat([z for z, _ in block]), torch.cat([y for _, y in block]))
             block.clear()
 
 
-def ridge(statistics: OutputStatistics, start: Tensor, penalty: float) -> Tensor:
-    """The o_proj that minimises the error plus a penalty on its distance from `start`, (H, N D).
+def second_moments(blocks: Iterable[Outputs]) -> tuple[Tensor, Tensor]:
+    """Sums of z z', (N D, N D), and of y z', (H, N D), in float64; products are formed in theirs."""
+    heads = across = torch.empty(0)
+    for z, y in blocks:
+        width = z.shape[1]
+        if not len(across):
+            heads = torch.zeros(width, width, dtype=torch.float64)
+            across = torch.zeros(y.shape[1], width, dtype=torch.float64)
+        for start in range(0, width, _COLUMNS):  # z z' is symmetric: what lies on and below the diagonal
+            heads[start:, start : start + _COLUMNS] += z[:, start:].T @ z[:, start : start + _COLUMNS]
+        across += y.T @ z
+    for start in range(0, len(heads), _COLUMNS):
+        end = start + _COLUMNS
+        heads[start:end, end:] = heads[end:, start:end].T
+    return heads, across
+
+
+def ridge(heads: Tensor, across: Tensor, start: Tensor, penalty: float) -> Tensor:
+    """The o_proj that minimises the error plus a penalty on its distance from `start`.
 
     o = (y z' + f start) (z z' + f I)^-1, f = penalty mean(diag z z'): no data or an infinite penalty
     leave `start` alone.
+
+    Args:
+        heads, across: z z' and y z', of `second_moments`.
+        start: (H, N D), float64, as the result.
+        penalty: positive.
     """
-    floor = penalty * statistics.heads.diagonal().mean()
+    floor = penalty * heads.diagonal().mean()
     if not floor > 0:
         return start
-    factor = statistics.heads.clone()
+    factor = heads.clone()
     factor.diagonal().add_(floor)
     factor = torch.linalg.cholesky(factor)
-    return torch.cholesky_solve((statistics.outputs + floor * start).T, factor).T
+    return torch.cholesky_solve(torch.add(across, start, alpha=float(floor)).T, factor).T
+
+
+def relative_error(o: Tensor, held_out: Sequence[Outputs]) -> float:
+    """|y - o z|^2 / |y|^2."""
+    o = o.to(held_out[0].y.dtype)
+    lost = sum(float((y - z @ o.T).square().sum(dtype=torch.float64)) for z, y in held_out)
+    there = sum(float(y.square().sum(dtype=torch.float64)) for _, y in held_out)
+    return lost / there if there else 0.0
 
 
 def refit_output(
@@ -116,22 +113,22 @@ def refit_output(
         The o_proj that does best on held-out samples, shape (H, N, D) (the merged one where no refit
         beats it), and how it did.
     """
-    work = working_dtype(source)
-    source, merged = source.to(work), merged.to(work)
     train = samples
     if not held_out:
         held_out = samples[::HELD_OUT]
         train = [sample for i, sample in enumerate(samples) if i % HELD_OUT] or held_out
-    fit = output_statistics(source, merged, rope, train)
-    check = output_statistics(source, merged, rope, held_out)
-    start = merged.o.double().flatten(1)
+    start, head_dim = merged.o.double().flatten(1), merged.head_dim
+    work = working_dtype(source)
+    source, merged = source.to(work), merged.to(work)
+    check = list(outputs(source, merged, rope, held_out))
+    moments = second_moments(outputs(source, merged, rope, train))
+    del source, merged  # copies in working precision, and the systems below are large
     best, chosen = start, None
-    before = error = check.error(merged.o.flatten(1))
+    before = error = relative_error(start, check)
     for penalty in PENALTIES:
-        o = ridge(fit, start, penalty)
-        reached = check.error(o.to(work))
-        if reached < error - NOISE[work]:
+        o = ridge(*moments, start, penalty)
+        reached = relative_error(o, check)
+        if reached < error:
             best, chosen, error = o, penalty, reached
-    return best.reshape(merged.o.shape), RidgeReport(
-        chosen, sum(len(sample.x) for sample in train), before, error
-    )
+    tokens = sum(len(sample.positions) for sample in train)
+    return best.reshape(len(best), -1, head_dim), RidgeReport(chosen, tokens, before, error)

@@ -6,7 +6,7 @@ import torch
 from eagle3pack.convert.merging.attention import attention_forward, attention_heads
 from eagle3pack.convert.merging.merge import MergeOptions, merge
 from eagle3pack.convert.merging.moments import Moments, Sample
-from eagle3pack.convert.merging.ridge import output_statistics, refit_output, ridge
+from eagle3pack.convert.merging.ridge import outputs, refit_output, relative_error, ridge, second_moments
 from eagle3pack.convert.merging.rotary import distance_prior
 from tests.convert.merging.planted import IN, inputs, layer, rope
 
@@ -20,17 +20,17 @@ def calibration(count: int, length: int = 20) -> Moments:
 def test_the_refit_is_ridge_regression_centred_on_the_closed_form() -> None:
     source, moments, spec = layer(1, biases=True), calibration(6), rope()
     merged = merge(source, spec, MergeOptions(1, "als"), moments.metric(), moments).weights
-    statistics = output_statistics(source, merged, spec, moments.samples)
+    blocks = list(outputs(source, merged, spec, moments.samples))
     z = torch.cat([attention_heads(merged, spec, s.x).transpose(0, 1).flatten(1) for s in moments.samples])
     y = torch.cat([attention_forward(source, spec, s.x) for s in moments.samples])
     rest = y - z @ merged.o.flatten(1).T
     floor = 0.1 * float((z.T @ z).diagonal().mean())
     rows = torch.cat([z, floor**0.5 * torch.eye(z.shape[1], dtype=torch.float64)])
     targets = torch.cat([rest, torch.zeros(z.shape[1], rest.shape[1], dtype=torch.float64)])
-    o = ridge(statistics, merged.o.flatten(1), 0.1)
+    o = ridge(*second_moments(blocks), merged.o.flatten(1), 0.1)
     torch.testing.assert_close(o - merged.o.flatten(1), torch.linalg.lstsq(rows, targets).solution.T)
     expected = float((y - z @ o.T).square().sum() / y.square().sum())
-    assert statistics.error(o) == pytest.approx(expected)
+    assert relative_error(o, blocks) == pytest.approx(expected)
 
 
 def test_a_refit_helps_on_held_out_activations_and_reports_by_how_much() -> None:
@@ -71,7 +71,9 @@ def test_one_token_and_dead_outputs_are_refitted_without_trouble() -> None:
 
 def test_few_tokens_shrink_the_second_moment_towards_its_diagonal() -> None:
     moment = torch.ones(2, 2, dtype=torch.float64)
-    few, many = (Moments(moment, torch.zeros(2), num_tokens=n).metric().second_moment for n in (19, 20))
-    assert few is not None and many is not None
-    assert few.tolist() == [[1, pytest.approx(0.9)], [pytest.approx(0.9), 1]]
-    assert torch.equal(many, moment)
+    few, many = (Moments(moment, torch.zeros(2), num_tokens=n).metric() for n in (19, 20))
+    rows = torch.eye(2, dtype=torch.float64)
+    assert few.gram(rows).tolist() == [[1, pytest.approx(0.9)], [pytest.approx(0.9), 1]]
+    assert torch.equal(many.gram(rows), moment)
+    with_bias = few.augmented().gram(torch.eye(3, dtype=torch.float64))
+    assert torch.equal(with_bias[:2, :2], few.gram(rows))
