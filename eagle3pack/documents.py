@@ -1,20 +1,24 @@
-"""JSON files: reading one that must hold an object, and holding one against `schemas/`.
+"""Small files: reading JSON that must hold an object, holding it against `schemas/`, writing one whole.
 
 jsonschema is imported only when a document is held against a schema: it costs more than Click does.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3pack.errors import InputError, PermissionDenied
+from eagle3pack.errors import InputError, PermissionDenied, TransportError
 
 MAX_JSON_BYTES = 64 << 20  # an index of 100,000 tensors is under 16 MB; more is not a config
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +157,27 @@ def describe(value: object) -> str:
     """A JSON value in a message: its text, cut to a readable length."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def write_whole(path: Path, content: bytes, *, hint: str) -> None:
+    """Write a file whole or not at all; one that is there stays until then.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        hint: where else it could go, for the error.
+
+    Raises:
+        PermissionDenied: it cannot be written there.
+        TransportError: the disk is full, or broken.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        kind = TransportError if error.errno in _OF_THE_DISK else PermissionDenied
+        raise kind(f"cannot be written ({error.strerror})", where=str(path), hint=hint) from None
+    finally:
+        with suppress(OSError):  # a name that is too long cannot be unlinked either
+            temporary.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eagle3pack.documents import read_json_object
 from eagle3pack.draft.target import TargetSpec, bundled_target, read_target
@@ -27,6 +27,7 @@ from eagle3pack.errors import (
 
 Place = Literal["local", "hf", "ms"]
 
+SILENCE_S = 30.0  # that a hub may take to answer
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 # What of a draft's folder is part of the model, apart from config.json, weights and their index.
@@ -200,9 +201,23 @@ def _download(location: Location, patterns: list[str]) -> Source:
 
 
 def _from_hugging_face(location: Location, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import get_session, snapshot_download
 
+    hooks = get_session().event_hooks["request"]
+    if _limit_silence not in hooks:
+        hooks.append(_limit_silence)
     return Path(snapshot_download(location.name, revision=location.revision, allow_patterns=patterns))
+
+
+def _limit_silence(request: Any) -> None:
+    """Give a request that would wait for ever (huggingface_hub's default) an end.
+
+    Where a firewall drops packets in silence, that is every request.
+    """
+    limits = request.extensions["timeout"]
+    request.extensions["timeout"] = {
+        phase: SILENCE_S if limit is None else limit for phase, limit in limits.items()
+    }
 
 
 def _from_modelscope(location: Location, patterns: list[str]) -> Path:

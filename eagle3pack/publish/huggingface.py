@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # The client waits for ever by default. The hub may take minutes for a commit, never for a silent socket.
 TIMEOUT_S = 300.0
+ANSWER_S = 30.0  # to connect, and for what the hub only looks up
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 TRANSPORT_ERRORS = frozenset({"TransportError", "TimeoutException", "RemoteProtocolError", "ConnectError"})
 NO_CONNECTION = frozenset({"ConnectError", "ConnectTimeout", "ProxyError"})
@@ -57,7 +58,7 @@ class HuggingFace:
         self.proposes = pull_request
         self._api = HfApi(endpoint=self.endpoint)
         self._operations: dict[str, CommitOperationAdd] = {}
-        _http().get_session().timeout = TIMEOUT_S
+        _http().get_session().timeout = (ANSWER_S, TIMEOUT_S, TIMEOUT_S, TIMEOUT_S)
         if not show_progress and not _http().are_progress_bars_disabled():
             _http().disable_progress_bars()
 
@@ -82,7 +83,7 @@ class HuggingFace:
 
         with translated(explain, f"reading {self.repo_id}"):
             try:
-                info = self._api.repo_info(self.repo_id, revision=revision)
+                info = self._api.repo_info(self.repo_id, revision=revision, timeout=ANSWER_S)
                 entries = list(self._api.list_repo_tree(self.repo_id, recursive=True, revision=info.sha))
             except (RepositoryNotFoundError, RevisionNotFoundError):
                 return None  # a missing one answers 401 to those who are not logged in
@@ -110,7 +111,7 @@ class HuggingFace:
             try:
                 self._api.create_repo(self.repo_id, private=True, exist_ok=True)
             except KeyError:  # a 409 whose body lacks the repository's URL (huggingface_hub#3279)
-                self._api.repo_info(self.repo_id)
+                self._api.repo_info(self.repo_id, timeout=ANSWER_S)
 
     def card_problems(self, card: str) -> list[str]:
         """What the hub's own validator has against a card; nothing where it does not answer."""

@@ -7,15 +7,14 @@ this machine and no account.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from eagle3pack import __version__
-from eagle3pack.documents import require_valid, schema_problems, to_json
-from eagle3pack.errors import Eagle3PackError, PermissionDenied
+from eagle3pack.documents import require_valid, schema_problems, to_json, write_whole
+from eagle3pack.errors import Eagle3PackError
 from eagle3pack.publish.folder import DraftFolder
 from eagle3pack.publish.hub import Hub, redact
 from eagle3pack.publish.plan import HubPlan
@@ -34,7 +33,7 @@ class Receipt:
         warn: told when it can no longer be written; that ends no run that has begun.
 
     Raises:
-        PermissionDenied: it cannot be written.
+        PermissionDenied, TransportError: it cannot be written.
     """
 
     def __init__(
@@ -60,14 +59,7 @@ class Receipt:
             "reports": [{"name": name, "sha256": sha256} for name, sha256 in reports],
             "hubs": [],
         }
-        try:
-            self._replace(path)
-        except OSError as error:
-            raise PermissionDenied(
-                f"the receipt cannot be written ({error.strerror})",
-                where=str(path),
-                hint="Name another place with --receipt.",
-            ) from error
+        self._replace(path)
 
     def planned(self, plan: HubPlan) -> None:
         """A hub's part begins."""
@@ -117,15 +109,14 @@ class Receipt:
             return
         try:
             self._replace(self._path)
-        except OSError as error:
-            self._warn(f"the receipt can no longer be written ({error.strerror}): {self._path}")
+        except Eagle3PackError as error:
+            self._warn(f"the receipt is not written any more: {error}")
             self._path = None
 
     def _replace(self, path: Path) -> None:
         require_valid(self.document, "receipt", where="receipt")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(to_json(self.document), "utf-8")
-        temporary.replace(path)
+        hint = "Make room there, or name another place with --receipt."
+        write_whole(path, to_json(self.document).encode("utf-8"), hint=hint)
 
 
 def hub_templates(path: Path) -> dict[HubKey, str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3pack.documents import read_file
+from eagle3pack.documents import read_file, write_whole
 from eagle3pack.errors import PermissionDenied
 from eagle3pack.publish.card import CHART, Card, CardInputs, render_card
 from eagle3pack.publish.chart import draw_chart
@@ -19,6 +19,7 @@ from eagle3pack.publish.reports import smoke_runs
 
 # What ModelScope's own pipeline asks for; harmless there, of no use on Hugging Face.
 CONFIGURATION = {"framework": "pytorch", "task": "text-generation"}
+_ELSEWHERE = "Make room there, or name another folder with --render-to."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def stage(
 
     Raises:
         InputError: the card cannot be rendered honestly, or a file may not be published.
-        PermissionDenied: the folder cannot be written.
+        PermissionDenied, TransportError: the folder cannot be written.
     """
     contents = {name: read_file(path) for name, path in sources.items()}
     if inputs.has_chart:
@@ -88,14 +89,13 @@ def _stage_one(
     generated = []
     try:
         place.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            require_no_secrets(content, where=f"{name} of the {kind} repository")
-            (place / name).write_bytes(content)
-            generated.append(published_file(name, place / name))
     except OSError as error:
-        raise PermissionDenied(
-            f"the rendered files cannot be written ({error.strerror})", where=str(place)
-        ) from error
+        problem = f"the folder cannot be made ({error.strerror})"
+        raise PermissionDenied(problem, where=str(place), hint=_ELSEWHERE) from None
+    for name, content in contents.items():
+        require_no_secrets(content, where=f"{name} of the {kind} repository")
+        write_whole(place / name, content, hint=_ELSEWHERE)
+        generated.append(published_file(name, place / name))
     files = tuple(sorted([*folder.files, *generated], key=lambda file: file.path))
     require_sizes(files, [kind])
     return Staged(kind, repo_id, card, place / CARD, files)

@@ -6,13 +6,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3pack.documents import read_json_object, to_json
-from eagle3pack.errors import InputError, PermissionDenied, TransportError, UsageError
+from eagle3pack.documents import read_json_object, to_json, write_whole
+from eagle3pack.errors import InputError, UsageError
 from eagle3pack.sources import Source, resolve_source, resolve_target
 from eagle3pack.verify.check import ENGINES, Engine
 from eagle3pack.verify.context import CONFIG_NAME, Context, Options
@@ -224,20 +224,6 @@ def write_mended(verified: Verified, out: str, *, say: Callable[[str], None]) ->
 
 
 def write_report(document: Mapping[str, Any], path: Path) -> None:
-    """Write report.json, whole or not at all.
-
-    Raises:
-        PermissionDenied: it may not be written there.
-        TransportError: the disk is full, or broken.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(to_json(document), "utf-8")
-        temporary.replace(path)
-    except PermissionError:
-        raise PermissionDenied("may not be written", where=str(path)) from None
-    except OSError as error:
-        raise TransportError(f"cannot be written ({error.strerror or error})", where=str(path)) from None
-    finally:
-        with suppress(OSError):  # a name that is too long cannot be unlinked either
-            temporary.unlink(missing_ok=True)
+    """Write report.json, whole or not at all; raises as `write_whole`."""
+    hint = "Make room there, or give --report another place, and run it again."
+    write_whole(path, to_json(document).encode("utf-8"), hint=hint)

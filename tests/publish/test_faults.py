@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -289,3 +290,38 @@ class TestKilled:
         assert place.publish("--tag", "v1").code == 0
         assert len(place.hf_commits) == 2 and len(place.ms_commits) == 2
         assert "v1" in place.ms.repos["org/tiny"].tags
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize(
+        ("hub", "method", "path", "drop"),
+        [
+            ("hf", "GET", "/api/whoami", "before"),
+            ("ms", "GET", "", "before"),
+            ("hf", "PUT", "/storage/", "before"),
+            ("ms", "PUT", "/storage/", "before"),
+            ("hf", "POST", COMMIT, "before"),
+            ("hf", "POST", COMMIT, "after"),
+            ("ms", "POST", COMMIT, "after"),
+        ],
+    )
+    def test_it_ends_at_once_and_the_same_command_finishes_it(
+        self, place: Place, hub: str, method: str, path: str, drop: str
+    ) -> None:
+        def press_ctrl_c() -> None:
+            os.kill(place.runner.pid, signal.SIGINT)
+            time.sleep(0.3)  # the answer takes a while
+
+        (place.hf if hub == "hf" else place.ms).faults.append(
+            Fault(method, path, drop=drop, act=press_ctrl_c)
+        )
+        started = time.monotonic()
+        outcome = place.publish()
+        assert outcome.code == 130, outcome.stderr
+        assert time.monotonic() - started < 20
+        assert "Traceback" not in outcome.stderr and "interrupted" in outcome.stderr.splitlines()[-1]
+        left = {path.name for path in place.root.iterdir()} - {"receipt.json"}
+        assert left == {"draft", "publish.yaml", "report.json"}
+        assert not list(place.runner.scratch.glob("eagle3pack-publish-*"))
+        assert place.publish().code == 0
+        assert len(place.hf_commits) == 2 and len(place.ms_commits) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,9 +15,12 @@ from eagle3pack.verify.smoke.installation import Installation
 from eagle3pack.verify.smoke.launch import EngineOptions
 from eagle3pack.verify.smoke.protocol import Completion, Conversation, EngineFacts, Sampling
 from eagle3pack.verify.smoke.vllm import Limits, VllmServer
+from tests.tiny import target_config
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 FAKE_INSTALLATION = Installation((sys.executable, str(FAKE), "serve"), "0.32.0", None, counts_requests=True)
+WORDS = [f"w{i}" for i in range(96)]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}w3"
 
 
 def fake_command(folder: Path) -> Path:
@@ -47,6 +51,29 @@ def fake_server(
         log_path=folder / "vllm.log",
         say=say,
     )
+
+
+def write_speaking_target(folder: Path) -> Path:
+    """A random target with a tokenizer of 96 words, for the engine in this process."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    (folder / "config.json").write_text(json.dumps(target_config(torch_dtype="float32")))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn_like(parameter) * 3 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def processes(state: Path) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,34 +16,13 @@ from eagle3pack.verify.smoke.options import SmokeOptions, Subject
 from eagle3pack.verify.smoke.protocol import Conversation, Sampling
 from eagle3pack.verify.smoke.reference import ReferenceEngine, SharedTarget
 from eagle3pack.verify.smoke.run import run_smoke
-from tests.tiny import native_config, target_config, write_draft
-
-WORDS = [f"w{i}" for i in range(96)]
-TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}w3"
+from tests.tiny import native_config, write_draft
+from tests.verify.smoke.support import write_speaking_target
 
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target with a tokenizer of 96 words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("target")
-    (folder / "config.json").write_text(json.dumps(target_config(torch_dtype="float32")))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(torch.randn_like(parameter) * 3 / parameter.shape[-1] ** 0.5)
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return write_speaking_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
