@@ -159,7 +159,7 @@ def resolve_target_weights(text: str, tensor_names: tuple[str, ...]) -> Path | N
     if location.place == "local":
         folder = Path(location.name)
         if folder.is_dir():
-            return folder
+            return folder if any(folder.glob("*.safetensors")) else None
         if _exists(folder) or not _REPO_ID.fullmatch(text):
             return None
         location = Location("hf", text)

@@ -222,6 +222,12 @@ def load_target(
     """
     spec = read_target(folder)
     _mask_kinds(spec)  # refuse before the weights are read
+    if not any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        raise InputError(
+            "holds no weights of the target",
+            where=str(folder),
+            hint="Give a folder with its weights, or hf:ORG/NAME.",
+        )
     model = _load_model(folder, dtype, device)
     stop_ids = model.generation_config.eos_token_id
     if isinstance(stop_ids, int):

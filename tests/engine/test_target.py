@@ -113,7 +113,7 @@ def test_a_folder_without_weights_is_refused(target_folder: Path, tmp_path: Path
     folder = broken(target_folder, tmp_path)
     (folder / "model.safetensors").unlink()
 
-    with pytest.raises(InputError, match="cannot load this target"):
+    with pytest.raises(InputError, match="holds no weights of the target"):
         load_target(folder)
 
 
