@@ -207,12 +207,7 @@ def attention_heads(
     eps: float = 1e-6,
 ) -> Tensor:
     """What attention hands to o_proj, shape (N, T, D); arguments as `attention_forward`."""
-    q, k = _queries_and_keys(weights, rope, x, positions, eps)
-    v = _project(x, weights.v, weights.v_bias).repeat_interleave(weights.queries_per_head, dim=0)
-    # A batch of one: only then is the attention computed in tiles, never (N, T, T) at once.
-    return F.scaled_dot_product_attention(
-        q[None], k[None], v[None], attn_mask=visible, is_causal=visible is None
-    )[0]
+    return attend(*project(weights, rope, x, positions, eps), visible)
 
 
 def attention_forward(
@@ -236,7 +231,28 @@ def attention_forward(
     Returns:
         The attention output, shape (T, H).
     """
-    heads = attention_heads(weights, rope, x, positions, visible, eps)
+    return project_output(weights, attention_heads(weights, rope, x, positions, visible, eps))
+
+
+def project(
+    weights: AttentionWeights, rope: RopeSpec, x: Tensor, positions: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries and keys, and values, one key and value head a query head, all (N, T, D)."""
+    q, k = _queries_and_keys(weights, rope, x, positions, eps)
+    v = _project(x, weights.v, weights.v_bias).repeat_interleave(weights.queries_per_head, dim=0)
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
+    """What queries (N, T, D) gather from keys and values (N, S, D) that they see, bool (T, S); (N, T, D)."""
+    # A batch of one: only then is the attention computed in tiles, never (N, T, S) at once.
+    return F.scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=visible, is_causal=visible is None
+    )[0]
+
+
+def project_output(weights: AttentionWeights, heads: Tensor) -> Tensor:
+    """o_proj, from (N, T, D) to (T, H)."""
     output = heads.transpose(0, 1).flatten(1) @ weights.o.flatten(1).T
     return output if weights.o_bias is None else output + weights.o_bias
 

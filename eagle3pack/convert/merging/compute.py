@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from eagle3pack.convert.compute import LayerResult
 from eagle3pack.convert.merging.attention import AttentionWeights, from_matrices, to_matrices
 from eagle3pack.convert.merging.calibrated import Judged, merge_judged
 from eagle3pack.convert.merging.calibration import Calibration
-from eagle3pack.convert.merging.fidelity import rest_of
+from eagle3pack.convert.merging.fidelity import Rest, rest_of
 from eagle3pack.convert.merging.grouping import Groups
 from eagle3pack.convert.merging.heal import Healed, HealOptions, HealProgress, HealReport, heal
 from eagle3pack.convert.merging.heal_state import read_state, write_state
@@ -43,6 +44,7 @@ _IN_LAYER = (
     "mlp.down_proj",
 )
 _AROUND = ("norm.weight", "lm_head.weight", *(f"layers.0.{name}.weight" for name in _IN_LAYER))
+MOST_REPLAYED = 8192  # tokens of held-out texts: each is proposed about twice by three drafts or four
 LONGEST_DISTANCE = 32768  # als weighs distances by 1/(1 + distance); beyond this there is next to nothing
 
 
@@ -106,7 +108,7 @@ class Merging:
                 raise UsageError(f"it runs the attention, and {spec.unknown}", where="--heal")
             merged = merge(weights, spec, options, metric, moments)
         else:
-            tensors = self._around()
+            around = cache(self._around)
             judged = merge_judged(
                 weights,
                 spec,
@@ -115,8 +117,8 @@ class Merging:
                 moments,
                 choose_grouping=chosen == "auto",
                 train=self._trainer(layer, weights, spec, moments),
-                rest=rest_of(tensors, config.rms_norm_eps) if "lm_head.weight" in tensors else None,
-                replay=self._replay(tensors, spec),
+                rest=lambda: self._rest(around),
+                replay=lambda: self._replay(around, spec),
             )
             merged, self._judged[layer] = judged.merged, judged
         self._reports[layer] = merged.report
@@ -197,7 +199,13 @@ class Merging:
         tensors = {name: load(found[name]) for name in _AROUND if name in found}
         return tensors | ({"d2t": load_tensor(found["d2t"])} if "d2t" in found else {})
 
-    def _replay(self, tensors: Mapping[str, Tensor], spec: RopeSpec) -> Replay | None:
+    def _rest(self, around: Callable[[], Mapping[str, Tensor]]) -> Rest | None:
+        """The draft behind its attention; None where its head is not at hand."""
+        if "lm_head.weight" not in {**self.shared, **self.plan.sources}:
+            return None
+        return rest_of(around(), self.plan.before.rms_norm_eps)
+
+    def _replay(self, around: Callable[[], Mapping[str, Tensor]], spec: RopeSpec) -> Replay | None:
         """Held-out texts to replay drafts on; None, and a note why, where they cannot be."""
         assert self.calibration is not None
         found = {**self.shared, **self.plan.sources}
@@ -211,8 +219,9 @@ class Merging:
         elif not known:
             why = f"no held-out text has an answer of more than {count} tokens"
         else:
-            around = surroundings(tensors, stored_rows(found["embed_tokens.weight"]), self.plan.before)
-            return Replay(known, around, spec, count)
+            embedding = stored_rows(found["embed_tokens.weight"])
+            stride = -(-sum(len(text.token_ids) for text in known) // MOST_REPLAYED)
+            return Replay(known[::stride], surroundings(around(), embedding, self.plan.before), spec, count)
         self._left_out.append(f"accepted length left out: {why}")
         return None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from eagle3pack.checkpoint.as_torch import torch_dtype
 from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.checkpoint.reading import read_part
-from eagle3pack.convert.merging.attention import AttentionWeights, attention_forward
+from eagle3pack.convert.merging.attention import AttentionWeights, attend, project, project_output
 from eagle3pack.convert.merging.calibration import Stretch, visibility
 from eagle3pack.convert.merging.fidelity import Rest, rest_of
 from eagle3pack.convert.merging.rotary import RopeSpec
@@ -120,26 +120,28 @@ class Replay:
 
         Only rounds whose proposals so far were all right go on to the next step: the others are decided.
         """
+        truth, length = text.token_ids.long(), len(text.token_ids)
         going_on = _starts(text.answer, self.num_speculative_tokens)
-        token_ids, length = text.token_ids.long(), len(text.token_ids)
         accepted = torch.full((length,), -1).index_fill_(0, going_on, 0)
-        inputs, residual = self.around.inputs(token_ids, text.hidden)
-        positions, steps, rows = torch.arange(length), torch.zeros(length, dtype=torch.long), going_on
+        token_ids, hidden, added = truth, text.hidden, torch.arange(length)  # what a step adds to the cache
+        asking = going_on  # of that, what proposes
+        positions = steps = torch.empty(0, dtype=torch.long)
+        keys = values = torch.empty(attention.num_heads, 0, attention.head_dim)
         for step in range(self.num_speculative_tokens):
-            visible = visibility(positions, steps)
-            eps = self.around.rest.eps
-            attended = attention_forward(attention, self.rope, inputs, positions, visible, eps)[rows]
-            proposed, feedback = self.around.propose(residual[rows], attended)
-            right = proposed == token_ids[going_on + step + 1]
+            inputs, residual = self.around.inputs(token_ids, hidden)
+            queries, *new = project(attention, self.rope, inputs, added, self.around.rest.eps)
+            keys, values = (torch.cat(pair, dim=1) for pair in zip((keys, values), new, strict=True))
+            positions, steps = torch.cat([positions, added]), torch.cat([steps, torch.full_like(added, step)])
+            visible = visibility(positions, steps)[-len(added) :]
+            mixed = attend(queries[:, asking], keys, values, visible[asking])
+            proposed, feedback = self.around.propose(residual[asking], project_output(attention, mixed))
+            right = proposed == truth[going_on + step + 1]
             going_on = going_on[right]
             accepted[going_on] += 1
-            if step + 1 == self.num_speculative_tokens or not len(going_on):
+            if not len(going_on):
                 break
-            rows = len(inputs) + torch.arange(len(going_on))
-            more = self.around.inputs(proposed[right], feedback[right])
-            inputs, residual = torch.cat([inputs, more[0]]), torch.cat([residual, more[1]])
-            positions = torch.cat([positions, going_on + step + 1])
-            steps = torch.cat([steps, torch.full_like(going_on, step + 1)])
+            token_ids, hidden, added = proposed[right], feedback[right], going_on + step + 1
+            asking = torch.arange(len(added))
         return [None if count < 0 else count for count in accepted.tolist()]
 
     def _count(self, accepted: Sequence[int | None]) -> Counters:
