@@ -265,7 +265,7 @@ def main() -> None:
             merged = merger.merged(way, count)
             seconds = round(time.process_time() - start, 1)
             found = compare(
-                merger.weights, merged.weights, rope, merged.report.query_order, fresh, around.rest
+                merger.weights, merged.weights, rope, merged.report.query_order, fresh, lambda: around.rest
             )
             counters = replay.counters(merged.weights)
             rows.append(row(str(way), count, found.as_dict(), counters, source) | {"cpu_s": seconds})

@@ -8,7 +8,13 @@ from typing import Any
 
 from eagle3pack.convert.merging.acceptance import Acceptance
 from eagle3pack.convert.merging.attention import AttentionWeights
-from eagle3pack.convert.merging.fidelity import Fidelity, Rest, compare, output_error
+from eagle3pack.convert.merging.fidelity import (
+    Fidelity,
+    Rest,
+    attention_outputs,
+    compare,
+    output_error,
+)
 from eagle3pack.convert.merging.merge import Merged, MergeOptions, mean_pooled, merge
 from eagle3pack.convert.merging.metrics import Metric
 from eagle3pack.convert.merging.moments import Moments, Sample
@@ -56,8 +62,8 @@ def merge_judged(
     *,
     choose_grouping: bool = False,
     train: Callable[[AttentionWeights], AttentionWeights] | None = None,
-    rest: Rest | None = None,
-    replay: Replay | None = None,
+    rest: Callable[[], Rest | None] = lambda: None,
+    replay: Callable[[], Replay | None] = lambda: None,
 ) -> Judged:
     """Merge one layer and compare it with its source on held-out activations.
 
@@ -65,8 +71,8 @@ def merge_judged(
         weights, rope, options, metric, moments: as `merge`; with frequencies and activations.
         choose_grouping: try similar heads beside neighbours, and keep them only where they lose less.
         train: makes better weights of the merged ones.
-        rest: of the draft, for its logits.
-        replay: of held-out texts, for what is accepted.
+        rest: loads the rest of the draft, for its logits.
+        replay: of held-out texts, for what is accepted; asked for after `rest`.
 
     Raises:
         UsageError: the calibration holds no activations.
@@ -79,26 +85,27 @@ def merge_judged(
         tried = [replace(options, grouping="contiguous"), replace(options, grouping="similarity")]
     best: Merged | None = None
     errors: dict[str, float] = {}
+    expected = attention_outputs(weights, rope, held_out)
     for candidate in tried:
         merged = merge(weights, rope, candidate, metric, moments)
         name = merged.report.grouping
-        errors[name] = output_error(weights, merged.weights, rope, held_out)
+        errors[name] = output_error(expected, merged.weights, rope, held_out)
         if best is None or errors[name] < errors[best.report.grouping]:
             best = merged
     assert best is not None
     result = best if train is None else replace(best, weights=train(best.weights))
     mean = mean_pooled(weights, rope, tuple(group.heads for group in best.report.result.groups))
-    acceptance = None
-    if replay is not None:
-        stages = replay.counters(weights), replay.counters(mean), replay.counters(best.weights)
-        acceptance = Acceptance(*stages, None if train is None else replay.counters(result.weights))
-    return Judged(
-        result,
-        compare(weights, result.weights, rope, result.report.query_order, held_out, rest),
-        output_error(weights, mean, rope, held_out),
-        errors,
-        acceptance,
-    )
+    mean_error = output_error(expected, mean, rope, held_out)
+    fidelity = compare(weights, result.weights, rope, result.report.query_order, held_out, rest)
+    acceptance, replaying = None, replay()
+    if replaying is not None:
+        acceptance = Acceptance(
+            replaying.counters(weights),
+            replaying.counters(mean),
+            replaying.counters(best.weights),
+            None if train is None else replaying.counters(result.weights),
+        )
+    return Judged(result, fidelity, mean_error, errors, acceptance)
 
 
 def _spread(samples: Sequence[Sample]) -> Sequence[Sample]:

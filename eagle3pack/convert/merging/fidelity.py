@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle3pack.convert.merging.attention import AttentionWeights, attention_forward, attention_logits
+from eagle3pack.convert.merging.attention import (
+    AttentionWeights,
+    attend,
+    attention_forward,
+    project,
+    project_output,
+)
 from eagle3pack.convert.merging.moments import Sample
 from eagle3pack.convert.merging.rotary import RopeSpec
 
 MOST_LOGITS = 2048  # positions at which whole vocabularies are compared
-_BLOCK = 256
+_BLOCK = 128  # of these at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +97,27 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return (x.to(weight.dtype) @ weight.T).float()
 
 
+def attention_outputs(weights: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample]) -> list[Tensor]:
+    """The attention's output of each sample, float32, (T, H), the bias of o_proj left out."""
+    weights = replace(weights, o_bias=None).to(torch.float32)
+    return [
+        attention_forward(weights, rope, sample.x.float(), sample.positions, sample.visible)
+        for sample in samples
+    ]
+
+
 def output_error(
-    source: AttentionWeights, merged: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample]
+    expected: Sequence[Tensor], merged: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample]
 ) -> float:
-    """|y' - y|^2 / |y|^2 of the attention's output, biases of o_proj left out."""
-    lost = there = 0.0
-    bias = 0 if source.o_bias is None else source.o_bias.float()
-    source, merged = source.to(torch.float32), merged.to(torch.float32)
-    for sample in samples:
-        x = sample.x.float()
-        y = attention_forward(source, rope, x, sample.positions, sample.visible)
-        other = attention_forward(merged, rope, x, sample.positions, sample.visible)
-        lost += float((other - y).double().square().sum())
-        there += float((y - bias).double().square().sum())
+    """|y' - y|^2 / |y|^2 of a layer's outputs, y being the source's `attention_outputs`."""
+    found = attention_outputs(merged, rope, samples)
+    lost = sum(_energy(other - y) for other, y in zip(found, expected, strict=True))
+    there = sum(map(_energy, expected))
     return lost / there if there else 0.0
+
+
+def _energy(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))
 
 
 def compare(
@@ -113,7 +126,7 @@ def compare(
     rope: RopeSpec,
     query_order: Sequence[int],
     samples: Sequence[Sample],
-    rest: Rest | None = None,
+    rest: Callable[[], Rest | None] = lambda: None,
 ) -> Fidelity:
     """Run both layers over activations.
 
@@ -123,26 +136,45 @@ def compare(
         rope: with frequencies.
         query_order: the source's query head at every place of the merged layer.
         samples: at least one.
-        rest: of the draft; samples then need residuals and steps.
+        rest: loads what follows in the draft, once the layers have run: both are large. Samples then
+            need residuals and steps.
     """
+    tokens = sum(len(sample.positions) for sample in samples)
+    stride = -(-tokens // MOST_LOGITS)
+    divergence = lost = there = 0.0
+    kept: list[tuple[Tensor, Tensor]] = []  # both outputs, at every `stride`-th position
+    layers = source.to(torch.float32), merged.to(torch.float32)
     bias = 0 if source.o_bias is None else source.o_bias.float()
-    source, merged = source.to(torch.float32), merged.to(torch.float32)
-    tokens, order = sum(len(sample.x) for sample in samples), torch.tensor(query_order)
-    comparison = None if rest is None else _Logits(rest, stride=-(-tokens // MOST_LOGITS))
-    lost = there = divergence = 0.0
     for sample in samples:
-        x, visible = sample.x.float(), _visible(sample)
-        y, other = (attention_forward(w, rope, x, sample.positions, visible) for w in (source, merged))
-        lost += float((other - y).double().square().sum())
-        there += float((y - bias).double().square().sum())
-        ours = _log_attention(source, rope, x, sample.positions, visible)[order]
-        theirs = _log_attention(merged, rope, x, sample.positions, visible)
-        terms = torch.where(visible, ours.exp() * (ours - theirs), 0.0)
-        divergence += float(terms.double().sum()) / len(order)
-        if comparison is not None and sample.residual is not None and sample.steps is not None:
-            comparison.add(sample.residual, sample.steps, y, other)
-    logits_kl, same = (None, None) if comparison is None else comparison.result()
+        x = sample.x.float()
+        ours, theirs = (project(layer, rope, x, sample.positions) for layer in layers)
+        divergence += _divergence(ours, theirs, query_order, _visible(sample))
+        y, other = (
+            project_output(layer, attend(*heads, sample.visible))
+            for layer, heads in zip(layers, (ours, theirs), strict=True)
+        )
+        lost += _energy(other - y)
+        there += _energy(y - bias)
+        kept.append((y[::stride], other[::stride]))
+    del layers
+    following = rest()
+    logits_kl, same = (None, None) if following is None else _logits(following, samples, kept, stride)
     return Fidelity(tokens, lost / there if there else 0.0, divergence / tokens, logits_kl, same)
+
+
+def _divergence(
+    ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], query_order: Sequence[int], visible: Tensor
+) -> float:
+    """Of attention weights, summed over queries, mean over heads; a head at a time: they are T x T."""
+    (q, k, _), (other_q, other_k, _) = ours, theirs
+    total, scale = 0.0, q.shape[-1] ** -0.5
+    for place, head in enumerate(query_order):
+        mine, other = (
+            (queries @ keys.T * scale).masked_fill(~visible, -torch.inf).log_softmax(-1)
+            for queries, keys in ((q[head], k[head]), (other_q[place], other_k[place]))
+        )
+        total += float(torch.where(visible, mine.exp() * (mine - other), 0.0).sum(dtype=torch.float64))
+    return total / len(q)
 
 
 def _visible(sample: Sample) -> Tensor:
@@ -151,36 +183,24 @@ def _visible(sample: Sample) -> Tensor:
     return torch.ones(len(sample.x), len(sample.x), dtype=torch.bool).tril()
 
 
-def _log_attention(
-    weights: AttentionWeights, rope: RopeSpec, x: Tensor, positions: Tensor, visible: Tensor
-) -> Tensor:
-    logits = attention_logits(weights, rope, x, positions)
-    return logits.masked_fill(~visible, -torch.inf).log_softmax(-1)
-
-
-class _Logits:
-    """Next-token distributions of both drafts at every `stride`-th position."""
-
-    def __init__(self, rest: Rest, stride: int) -> None:
-        self._rest, self._stride = rest, stride
-        self._divergence = 0.0
-        self._steps: list[Tensor] = []
-        self._same: list[Tensor] = []
-
-    def add(self, residual: Tensor, steps: Tensor, ours: Tensor, theirs: Tensor) -> None:
-        """Count one text, all (T, H) but steps (T,)."""
-        chosen = torch.arange(0, len(residual), self._stride)
-        self._steps.append(steps[chosen])
-        for part in torch.split(chosen, _BLOCK):
-            mine = self._rest.log_probabilities(residual[part], ours[part])
-            other = self._rest.log_probabilities(residual[part], theirs[part])
-            self._divergence += float((mine.exp() * (mine - other)).double().sum())
-            self._same.append(mine.argmax(-1) == other.argmax(-1))
-
-    def result(self) -> tuple[float | None, tuple[float, ...] | None]:
-        """Mean divergence, and the share of equal proposals by step."""
-        if not self._steps:
-            return None, None
-        step, same = torch.cat(self._steps), torch.cat(self._same).double()
-        known = [s for s in range(int(step.max()) + 1) if bool((step == s).any())]
-        return self._divergence / len(step), tuple(float(same[step == s].mean()) for s in known)
+def _logits(
+    rest: Rest, samples: Sequence[Sample], outputs: Sequence[tuple[Tensor, Tensor]], stride: int
+) -> tuple[float | None, tuple[float, ...] | None]:
+    """Mean divergence of the next-token distributions, and the share of equal proposals by step."""
+    divergence = 0.0
+    steps: list[Tensor] = []
+    same: list[Tensor] = []
+    for sample, (ours, theirs) in zip(samples, outputs, strict=True):
+        if sample.residual is None or sample.steps is None:
+            continue
+        steps.append(sample.steps[::stride])
+        parts = (torch.split(x, _BLOCK) for x in (sample.residual[::stride], ours, theirs))
+        for residual, y, other in zip(*parts, strict=True):
+            mine, its = rest.log_probabilities(residual, y), rest.log_probabilities(residual, other)
+            divergence += float((mine.exp() * (mine - its)).sum(dtype=torch.float64))
+            same.append(mine.argmax(-1) == its.argmax(-1))
+    if not steps:
+        return None, None
+    step, equal = torch.cat(steps), torch.cat(same).double()
+    known = [s for s in range(int(step.max()) + 1) if bool((step == s).any())]
+    return divergence / len(step), tuple(float(equal[step == s].mean()) for s in known)

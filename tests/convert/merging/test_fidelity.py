@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from eagle3pack.convert.merging.attention import attention_forward, attention_logits
 from eagle3pack.convert.merging.calibrated import merge_judged
-from eagle3pack.convert.merging.fidelity import Rest, compare, output_error
+from eagle3pack.convert.merging.fidelity import Rest, attention_outputs, compare, output_error
 from eagle3pack.convert.merging.merge import MergeOptions, merge
 from eagle3pack.convert.merging.metrics import IDENTITY
 from eagle3pack.convert.merging.moments import Moments, Sample
@@ -45,7 +45,7 @@ def rest(vocabulary: int = 17) -> Rest:
 def test_figures_are_what_they_are_called(order: str) -> None:
     source, spec, given, head = layer(1), rope(), samples(), rest()
     merged = merge(source, spec, MergeOptions(2, "als", grouping=order))  # type: ignore[arg-type]
-    found = compare(source, merged.weights, spec, merged.report.query_order, given, head)
+    found = compare(source, merged.weights, spec, merged.report.query_order, given, lambda: head)
     lost = there = divergence = logits = 0.0
     same: dict[int, list[bool]] = {0: [], 1: [], 2: []}
     visible = torch.ones(12, 12, dtype=torch.bool).tril()
@@ -71,7 +71,8 @@ def test_figures_are_what_they_are_called(order: str) -> None:
             same[i % 3].append(bool(one[i].argmax() == two[i].argmax()))
     assert found.num_tokens == 36
     assert found.output_error == pytest.approx(lost / there, rel=1e-4)
-    assert found.output_error == pytest.approx(output_error(source, merged.weights, spec, given), rel=1e-6)
+    expected = attention_outputs(source, spec, given)
+    assert found.output_error == pytest.approx(output_error(expected, merged.weights, spec, given), rel=1e-6)
     assert found.attention_kl == pytest.approx(divergence, rel=1e-3)
     assert found.logits_kl == pytest.approx(logits, rel=1e-3)
     assert found.same_token == pytest.approx([sum(x) / len(x) for x in same.values()])
@@ -79,7 +80,7 @@ def test_figures_are_what_they_are_called(order: str) -> None:
 
 def test_a_layer_beside_itself_is_no_different() -> None:
     source, spec = layer(2), rope()
-    found = compare(source, source, spec, range(4), samples(), rest())
+    found = compare(source, source, spec, range(4), samples(), rest)
     assert (found.output_error, found.attention_kl, found.logits_kl) == (0, 0, 0)
     assert found.same_token == (1, 1, 1)
     assert compare(source, source, spec, range(4), samples()).logits_kl is None
