@@ -141,6 +141,7 @@ def progress(label: str, total: int, *, unit: str = "B") -> Iterator[Callable[[i
     if _verbosity < 0 or total <= 0:
         yield lambda count: None
     elif sys.stderr.isatty():
+        bar: Any
         with click.progressbar(
             length=total,
             label=label,

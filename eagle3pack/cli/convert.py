@@ -56,6 +56,12 @@ from eagle3pack.cli.options import ByteSize, FilePath, GroupedCommand, common_op
         "file, or the word shipped for the prompts that come with this package.",
     ),
     click.option(
+        "--endpoint",
+        metavar="URL",
+        help="A vLLM server that runs already answers those prompts, and gives hidden states "
+        "(docs/conversion.md has its command line).",
+    ),
+    click.option(
         "--calibrate-from",
         type=FilePath(),
         metavar="FOLDER",

@@ -39,6 +39,7 @@ class CalibrationOptions:
     Attributes:
         file: a calibration that was made before.
         prompts: to calibrate with: a file, or "shipped".
+        endpoint: a server that answers the prompts.
         features: a folder of hidden-state files to calibrate from.
         tokens: of answers in all; None until there is enough.
         save: where to keep a calibration made here.
@@ -47,6 +48,7 @@ class CalibrationOptions:
 
     file: Path | None = None
     prompts: str | None = None
+    endpoint: str | None = None
     features: Path | None = None
     tokens: int | None = None
     save: Path | None = None
@@ -89,8 +91,14 @@ class CalibrationOptions:
             raise UsageError(f"the folder of {self.save} does not exist", where="--save-calibration")
         if self.features is not None and not self.features.is_dir():
             raise UsageError(f"{self.features} is no folder", where="--calibrate-from")
-        if self.prompts is not None and self.target is None:
-            raise UsageError("needs the target's weights", where="--calibrate-with", hint="Give --target.")
+        if self.endpoint is not None and self.prompts is None:
+            raise UsageError("answers prompts", where="--endpoint", hint="Give --calibrate-with.")
+        if self.prompts is not None and self.target is None and self.endpoint is None:
+            raise UsageError(
+                "needs the target's weights, or a server that has them",
+                where="--calibrate-with",
+                hint="Give --target, or --endpoint.",
+            )
 
 
 def find_calibration(
@@ -154,7 +162,7 @@ def _made(
 
     width = plan.before.num_attention_heads * plan.before.head_dim
     most = min(MOST_ACTIVATIONS, ENOUGH_PER_DIMENSION * width * 10 // 9)  # a tenth is held out
-    opened = _open(options, draft, say)
+    opened = _open(options, plan, draft, say)
     extent = plan_extent(opened.source.answers, MAX_TOKENS, options.tokens, most)
     with progress("calibrating", extent.tokens, unit="tokens") as on_tokens:
         recorder, counters, count = record(opened.source, extent, most, on_tokens)
@@ -187,23 +195,28 @@ def _made(
     return calibration
 
 
-def _open(options: CalibrationOptions, draft: Source, say: Callable[[str], None]) -> Opened:
+def _open(options: CalibrationOptions, plan: Plan, draft: Source, say: Callable[[str], None]) -> Opened:
     """The source of texts that the options name."""
+    target_id = None
+    if options.target is not None:
+        location = parse_location(options.target)
+        target_id = _id(location, Path(location.name))
     if options.features is not None:
         from eagle3pack.convert.calibration_sources.files import open_files
 
-        target_id = None
-        if options.target is not None:
-            location = parse_location(options.target)
-            target_id = _id(location, Path(location.name))
         return open_files(options.features, draft.folder, options.target, target_id, say)
+    assert options.prompts is not None
+    prompts = _prompts(options.prompts)
+    who = "the target" if options.endpoint is None else f"the server at {options.endpoint}"
+    say(f"calibrating: {who} answers {len(prompts.prompts)} prompts of {prompts.name}")
+    if options.endpoint is not None:
+        from eagle3pack.convert.calibration_sources.server import open_server
+
+        return open_server(options.endpoint, draft.folder, plan.before, options.target, target_id, prompts)
     from eagle3pack.convert.calibration_sources.in_process import open_in_process
 
-    assert options.prompts is not None and options.target is not None
-    prompts = _prompts(options.prompts)
-    folder = _target_folder(options.target)
-    say(f"calibrating: the target answers {len(prompts.prompts)} prompts of {prompts.name}")
-    return open_in_process(folder, _id(parse_location(options.target), folder), draft.folder, prompts)
+    assert options.target is not None and target_id is not None
+    return open_in_process(_target_folder(options.target), target_id, draft.folder, prompts)
 
 
 def assemble(recorder: Any, plan: Plan, about: Mapping[str, Any]) -> Calibration:

@@ -35,7 +35,7 @@ from eagle3pack.convert.plan import (
     plan_conversion,
 )
 from eagle3pack.convert.record import RECORD_NAME, SourceFile, build_record, relative_name
-from eagle3pack.convert.requirements import choose_key_value_heads, require_convertible
+from eagle3pack.convert.requirements import choose_key_value_heads, require_convertible, require_target
 from eagle3pack.convert.summary import MERGED_WARNING, POOLED_WARNING, Summary, measure
 from eagle3pack.documents import read_json_object, to_json
 from eagle3pack.draft.config import DraftConfig, parse_draft_config
@@ -64,6 +64,7 @@ class ConvertOptions:
     max_distance: int | None = None
     calibration: Path | None = None
     calibrate_with: str | None = None
+    endpoint: str | None = None
     calibrate_from: Path | None = None
     calibration_tokens: int | None = None
     save_calibration: Path | None = None
@@ -137,13 +138,8 @@ def run_convert(
         canonical=options.canonical,
         shard_bytes=options.shard_size,
     )
-    if target is not None and config.target_hidden_size != target.hidden_size:
-        raise InputError(
-            f"the draft reads hidden states of {config.target_hidden_size}, the target {target.name} gives "
-            f"{target.hidden_size}",
-            where="--target",
-            hint="Name the target that the draft was trained for.",
-        )
+    if target is not None:
+        require_target(config, target)
     examined, not_stripped = _examine(config, checkpoint, target, options, progress)
     plan = plan_conversion(config, checkpoint, request, examined)
     before, after = measure(checkpoint, plan)
@@ -202,6 +198,7 @@ def _calibration_options(options: ConvertOptions) -> CalibrationOptions:
     found = CalibrationOptions(
         file=options.calibration,
         prompts=options.calibrate_with,
+        endpoint=options.endpoint,
         features=options.calibrate_from,
         tokens=options.calibration_tokens,
         save=options.save_calibration,
@@ -387,6 +384,6 @@ def _warnings(plan: Plan, target: TargetSpec | None) -> Iterator[str]:
         return
     if plan.before.vocab_size != target.vocab_size:
         yield (
-            f"the draft's vocab_size is {plan.before.vocab_size}, that of the target {target.name} "
-            f"is {target.vocab_size}"
+            f"the draft's vocab_size is {plan.before.vocab_size}, that of {target.name} is "
+            f"{target.vocab_size}: is that the target that the draft was trained for?"
         )

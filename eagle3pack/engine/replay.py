@@ -87,6 +87,7 @@ class _Replay(Run):
             on_draft_pass,
         )
         self._answers = answers
+        self._vocab_size = draft.config.vocab_size
 
     def read(
         self,
@@ -96,9 +97,9 @@ class _Replay(Run):
         requests: Sequence[Request],
         kept: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        """See `Run.read`; behind the text's end stands what no proposal equals."""
+        """See `Run.read`; behind the text's end stands another token than the proposed one."""
         width = tokens.shape[1]
-        following = torch.full_like(tokens, -1)
+        following = (tokens.roll(-1, dims=1) + 1) % self._vocab_size
         states = []
         for row, (start, request) in enumerate(zip(starts, requests, strict=True)):
             answer = self._answers[request.index]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from eagle3pack.engine.generation import DraftPass, Generation, Settings
 from eagle3pack.engine.loading import load_draft
-from eagle3pack.engine.replay import KnownAnswer, replay
-from eagle3pack.engine.speculate import generate
+from eagle3pack.engine.replay import KnownAnswer, _Replay, replay
+from eagle3pack.engine.speculate import Request, generate
 from eagle3pack.engine.target import Target, load_target
 from tests.convert.merging.test_capture import write_target
 from tests.tiny import native_config, write_draft
@@ -77,3 +77,19 @@ def test_some_drafts_are_accepted(target: Target, tmp_path: Path) -> None:
     made, *_ = both(target, tmp_path / "draft", SETTINGS)
     print([counter.accepted_tokens for counter in made.counters])
     assert sum(counter.accepted_tokens for counter in made.counters) > 0
+
+
+def test_answers_of_different_lengths_end_in_the_same_batch(tmp_path: Path) -> None:
+    """Behind the end of one, where the others still go on, stands nothing that is read as a token."""
+    draft = load_draft(write_draft(tmp_path / "draft", dtype="F32"))
+    known = torch.tensor([3, 5, 7, 9, 11, 13])
+    states = torch.randn(6, 3 * 64, generator=torch.Generator().manual_seed(0))
+    run = _Replay(draft, [KnownAnswer(known, 2, states)], SETTINGS, lambda count: None, None)
+    request = Request(0, known[:2].tolist(), 4)
+    proposed = torch.tensor([[11, 0, 95, 95]])
+    following, read = run.read(proposed, 0, [4], [request])
+    assert following[0, 0] == 13 and read.shape == (1, 4, 192)
+    assert bool((following[:, 1:3] != proposed[:, 2:]).all())
+    assert bool(((following >= 0) & (following < 96)).all())
+    texts = [KnownAnswer(known[:end], 1, states[:end]) for end in (2, 3, 4, 6, 5)]
+    assert [len(output) for output in replay(draft, texts, SETTINGS).outputs] == [1, 2, 3, 5, 4]

@@ -128,32 +128,42 @@ def answer_of(features: Features, config: DraftConfig, max_tokens: int, *, where
         None where the text has no answer of two tokens or more, so that nothing would be drafted.
 
     Raises:
-        InputError: the states are not those that this draft reads, or not finite, or a token is unknown.
+        InputError: as `states_for`, of what is kept.
     """
-    token_ids, states = features.token_ids, features.states
-    aux = config.num_aux_hidden_states * config.target_hidden_size
-    if states.shape[1] not in (aux, aux + config.target_hidden_size):
+    answered = features.answered
+    if answered is None:
+        answered = torch.ones(len(features.token_ids), dtype=torch.bool)
+    start, end = _longest_run(answered, max_tokens)
+    if end - start < 2:
+        return None
+    kept = Features(features.token_ids[:end], features.states[:end], None)
+    return KnownAnswer(kept.token_ids, start, states_for(kept, config, where=where))
+
+
+def states_for(features: Features, config: DraftConfig, *, where: str) -> Tensor:
+    """The states that a draft reads, (T, A * Ht).
+
+    Raises:
+        InputError: there are others, or they are not finite, or the draft does not know a token.
+    """
+    aux, width = config.num_aux_hidden_states * config.target_hidden_size, features.states.shape[1]
+    if width not in (aux, aux + config.target_hidden_size):
         raise InputError(
-            f"holds {states.shape[1]} numbers a token; the draft reads {config.num_aux_hidden_states} states "
-            f"of {config.target_hidden_size}, and the last layer's may come behind them",
+            f"holds {width} numbers a token; the draft reads {config.num_aux_hidden_states} states of "
+            f"{config.target_hidden_size}, and the last layer's may come behind them",
             where=where,
             hint="It must be made with the draft's own target and auxiliary layers.",
         )
+    token_ids = features.token_ids
     outside = token_ids[(token_ids < 0) | (token_ids >= config.vocab_size)]
     if len(outside):
         raise InputError(
             f"holds token {int(outside[0])}, the draft's vocabulary has {config.vocab_size}", where=where
         )
-    answered = features.answered
-    if answered is None:
-        answered = torch.ones(len(token_ids), dtype=torch.bool)
-    start, end = _longest_run(answered, max_tokens)
-    if end - start < 2:
-        return None
-    states = states[:end, :aux]
+    states = features.states[:, :aux]
     if not bool(torch.isfinite(states.float()).all()):
         raise InputError("holds NaN or infinity", where=where)
-    return KnownAnswer(token_ids[:end], start, states)
+    return states
 
 
 def _longest_run(answered: Tensor, max_tokens: int) -> tuple[int, int]:

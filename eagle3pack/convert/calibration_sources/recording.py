@@ -159,7 +159,7 @@ def replay_recorded(
     numbers: Sequence[int],
     turn: int,
     recorder: Recorder,
-    on_tokens: Callable[[int], None],
+    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Sequence[Counters]:
     """Speculate on known answers, and let the recorder hear it.
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from eagle3pack.engine.counters import Counters
+from eagle3pack.engine.endpoint import (
+    API_KEY_VARIABLE,
+    CONNECT_TIMEOUT_S,
+    in_brief,
+    request_headers,
+    trusts_proxies,
+)
 from eagle3pack.verify.smoke.metrics import from_histogram, parse_metrics
 from eagle3pack.verify.smoke.protocol import Completion, Conversation, EngineError, Sampling
 
 if TYPE_CHECKING:
     import httpx
-
-_CONNECT_TIMEOUT_S = 10.0
-API_KEY_VARIABLE = "VLLM_API_KEY"  # the name that `vllm serve` itself reads
 
 
 class ApiClient:
@@ -39,10 +42,12 @@ class ApiClient:
         import httpx
 
         return httpx.Client(
-            headers=_headers(), trust_env=_trust(self.url), limits=httpx.Limits(max_keepalive_connections=0)
+            headers=request_headers(),
+            trust_env=trusts_proxies(self.url),
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
-    def get(self, path: str, *, timeout_s: float = _CONNECT_TIMEOUT_S) -> httpx.Response | None:
+    def get(self, path: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> httpx.Response | None:
         """One GET; None where nothing answers in time."""
         import httpx
 
@@ -68,7 +73,7 @@ class ApiClient:
                 return list(models)
         except (ValueError, KeyError, TypeError):
             pass
-        raise EngineError(f"/v1/models answered {_brief(response)}", where=self.url)
+        raise EngineError(f"/v1/models answered {in_brief(response)}", where=self.url)
 
     def read_counters(self) -> Counters | None:
         """The speculative counters; None where the server does not speculate.
@@ -81,7 +86,7 @@ class ApiClient:
             raise EngineError("/metrics does not answer", where=self.url)
         if response.status_code != 200:
             raise EngineError(
-                f"/metrics answered {_brief(response)}",
+                f"/metrics answered {in_brief(response)}",
                 where=self.url,
                 hint="Give the URL of vLLM itself: a proxy in front of it often hides /metrics.",
             )
@@ -107,9 +112,13 @@ class ApiClient:
 
         slots = asyncio.Semaphore(max_concurrency)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency)
-        timeout = httpx.Timeout(self.request_timeout_s, connect=_CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(self.request_timeout_s, connect=CONNECT_TIMEOUT_S)
         async with httpx.AsyncClient(
-            base_url=self.url, headers=_headers(), timeout=timeout, limits=limits, trust_env=_trust(self.url)
+            base_url=self.url,
+            headers=request_headers(),
+            timeout=timeout,
+            limits=limits,
+            trust_env=trusts_proxies(self.url),
         ) as http:
 
             async def hold(conversation: Conversation) -> tuple[Completion, ...]:
@@ -202,7 +211,7 @@ class ApiClient:
                 f"the connection broke ({str(error) or type(error).__name__})", where=self.url
             ) from None
         if response.status_code != 200:
-            raise EngineError(f"{path} answered {_brief(response)}", where=self.url)
+            raise EngineError(f"{path} answered {in_brief(response)}", where=self.url)
         try:
             return _completion(response.json())
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -229,24 +238,3 @@ def _completion(answer: dict[str, Any]) -> Completion:
             speculation["acceptance_histogram"], speculation["num_draft_tokens"], output_tokens
         ),
     )
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get(API_KEY_VARIABLE)
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _trust(url: str) -> bool:
-    """Whether proxies from the environment apply: not to our own child."""
-    return "//127.0.0.1" not in url and "//localhost" not in url
-
-
-def _brief(response: httpx.Response) -> str:
-    """Status and message of an error answer, in one line."""
-    try:
-        body = response.json()
-        error = body.get("error", body)
-        message = error.get("message", "") if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        message = response.text
-    return f"HTTP {response.status_code}: {' '.join(str(message).split())[:300]}"

@@ -12,10 +12,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from eagle3pack.engine.counters import Counters
-from eagle3pack.errors import UsageError
+from eagle3pack.engine.endpoint import server_url
 from eagle3pack.sources import Location
 from eagle3pack.verify.smoke.client import ApiClient
 from eagle3pack.verify.smoke.explain import last_progress, log_error
@@ -56,7 +55,7 @@ class VllmEndpoint:
     """
 
     def __init__(self, url: str, *, tensor_parallel_size: int | None, limits: Limits) -> None:
-        self._client = ApiClient(_base_url(url), request_timeout_s=limits.request_s)
+        self._client = ApiClient(server_url(url), request_timeout_s=limits.request_s)
         self._tensor_parallel_size = tensor_parallel_size
 
     def start(self) -> EngineFacts:
@@ -294,22 +293,6 @@ class VllmServer:
             command=launch.command,
             notes=launch.notes,
         )
-
-
-def _base_url(url: str) -> str:
-    """The server's root: no /v1, no trailing slash.
-
-    Raises:
-        UsageError: not an http(s) URL, or one with a password in it, which reports would show.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError("must be a URL such as http://host:8000", where=f"--endpoint {url}")
-    if parts.username or parts.password:
-        raise UsageError(
-            "must not hold a password", where="--endpoint", hint="Put the API key into VLLM_API_KEY."
-        )
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _free_port() -> int:

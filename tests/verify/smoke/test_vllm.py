@@ -342,10 +342,10 @@ def test_an_endpoint_that_is_not_there() -> None:
 
 
 def test_the_api_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle3pack.verify.smoke import client
+    from eagle3pack.engine.endpoint import request_headers
 
     monkeypatch.setenv("VLLM_API_KEY", "k-123")
-    assert client._headers() == {"Authorization": "Bearer k-123"}
+    assert request_headers() == {"Authorization": "Bearer k-123"}
     monkeypatch.delenv("VLLM_API_KEY")
-    assert client._headers() == {}
+    assert request_headers() == {}
     assert "k-123" not in repr(ApiClient("http://h", request_timeout_s=1).__dict__)
