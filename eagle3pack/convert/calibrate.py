@@ -310,4 +310,6 @@ def _target_folder(text: str) -> Path:
 
 
 def _id(location: Location, folder: Path) -> str:
-    return folder.resolve().name if location.place == "local" else location.name
+    """ORG/NAME on a hub, or a folder's own name: never a path."""
+    is_here = location.place == "local" and folder.exists()
+    return folder.resolve().name if is_here else location.name

@@ -296,7 +296,8 @@ def _shared(plan: Plan, target: TargetSpec | None, options: ConvertOptions) -> M
         or {"embed_tokens.weight", "lm_head.weight"} <= set(plan.sources)
     ):
         return {}
-    if not (Path(options.target).is_dir() or options.calibrate_with):  # what has run here is in the cache
+    ran = options.calibrate_with or options.calibrate_from  # then it is in the cache
+    if not (Path(options.target).is_dir() or ran):
         return {}
     names = tuple(name for all_ in target_names(target).values() for name in all_)
     folder = resolve_target_weights(options.target, names)

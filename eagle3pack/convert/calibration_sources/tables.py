@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from eagle3pack.checkpoint.as_torch import load_tensor
-from eagle3pack.checkpoint.files import open_checkpoint
-from eagle3pack.convert.examine import target_names
+from eagle3pack.convert.examine import taken_from_target, target_names
+from eagle3pack.draft.config import DraftConfig
 from eagle3pack.engine.draft_model import DraftModel
 from eagle3pack.engine.loading import load_draft
 from eagle3pack.errors import InputError, UsageError
@@ -38,30 +39,41 @@ def load_draft_alone(folder: Path, target: str | None, dtype: torch.dtype) -> Dr
             where=str(folder),
             hint="Calibrate in process: --calibrate-with, without --endpoint.",
         )
-    if draft.embed_tokens is None or draft.lm_head is None:
-        missing = "embed_tokens.weight" if draft.embed_tokens is None else "lm_head.weight"
-        if target is None:
-            raise UsageError(
-                f"the draft shares {missing} with its target", where=str(folder), hint="Give --target."
-            )
-        embedding = _table(target, "embed_tokens.weight") if draft.embed_tokens is None else torch.empty(0)
-        head = _table(target, "lm_head.weight") if draft.lm_head is None else torch.empty(0)
+    missing = [
+        name
+        for name, module in (("embed_tokens.weight", draft.embed_tokens), ("lm_head.weight", draft.lm_head))
+        if module is None
+    ]
+    if missing:
+        tables = _tables(draft.config, missing, target, where=str(folder))
+        nothing = torch.empty(0)  # in the place of what the draft has itself
+        embedding, head = (tables.get(name, nothing) for name in ("embed_tokens.weight", "lm_head.weight"))
         draft.share_with_target(embedding.to(device, dtype), head.to(device, dtype))
     return draft
 
 
-def _table(target: str, logical: str) -> Tensor:
-    """One matrix of the target, whatever its files call it."""
-    names = target_names(resolve_target(target))[logical]
-    folder = resolve_target_weights(target, names)
+def _tables(
+    config: DraftConfig, missing: Sequence[str], target: str | None, *, where: str
+) -> dict[str, Tensor]:
+    """What a draft shares with its target, by logical name."""
+    if target is None:
+        raise UsageError(f"the draft shares {missing[0]} with its target", where=where, hint="Give --target.")
+    spec = resolve_target(target)
+    names = target_names(spec)
+    folder = resolve_target_weights(target, tuple(spelling for name in missing for spelling in names[name]))
     if folder is None:
         raise UsageError(
-            f"the draft shares {logical} with its target, and only the target's config is at hand",
+            f"the draft shares {missing[0]} with its target, and only the target's config is at hand",
             where="--target",
             hint="Give --target a folder with weights, or hf:ORG/NAME.",
         )
-    tensors = open_checkpoint(folder, partial=True).tensors
-    found = next((name for name in names if name in tensors), None)
-    if found is None:
-        raise InputError(f"the target has no tensor {names[0]}", where=str(folder))
-    return load_tensor(tensors[found])
+    present = names.keys() - set(missing)
+    taken = taken_from_target(config, present, spec, folder)
+    for name in missing:
+        if name not in taken:
+            raise InputError(
+                f"{name} is not in the draft, and the target has none of the draft's shape",
+                where=where,
+                hint="Is this the target the draft was trained for?",
+            )
+    return {name: load_tensor(entry) for name, entry in taken.items()}
