@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -187,17 +189,35 @@ def _download(location: Location, patterns: list[str]) -> Source:
         RefusedError: no such repository or revision, or any other refusal.
     """
     try:
-        folder = (
-            _from_hugging_face(location, patterns)
-            if location.place == "hf"
-            else _from_modelscope(location, patterns)
-        )
+        fetch = _from_hugging_face if location.place == "hf" else _from_modelscope
+        folder = _in_a_thread(fetch, location, patterns)
     except Eagle3PackError:
         raise
     except Exception as error:
         raise _explain(location, error) from error
     commit = folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else None
     return Source(location, folder, commit or location.revision)
+
+
+def _in_a_thread(
+    fetch: Callable[[Location, list[str]], Path], location: Location, patterns: list[str]
+) -> Path:
+    """Fetch in a thread: by itself a client makes Ctrl-C wait until its own threads have all they fetch."""
+    from concurrent.futures import Future
+
+    fetched: Future[Path] = Future()
+
+    def run() -> None:
+        try:
+            fetched.set_result(fetch(location, patterns))
+        except BaseException as error:
+            fetched.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)  # a longer wait may miss the signal: the kernel hands it to any thread
+    return fetched.result()
 
 
 def _from_hugging_face(location: Location, patterns: list[str]) -> Path:

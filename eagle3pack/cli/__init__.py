@@ -8,9 +8,12 @@ run it again; 8 mismatch after publishing; 9 one hub of two; 130 interrupted.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
+import threading
 from types import FrameType
+from typing import NoReturn
 
 import click
 
@@ -99,10 +102,18 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         console.fail("interrupted; nothing half-written is left")
-        sys.exit(INTERRUPTED)
+        _exit_at_once(INTERRUPTED)
     except BrokenPipeError:  # `| head` closed our stdout
         sys.stderr.close()
         sys.exit(0)
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Exit without waiting for a hub client's threads, which would first fetch all of a file."""
+    if threading.active_count() > 1:
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -9,11 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.publish.hubs.server import Fault
+from tests.test_sources import Hubs, hubs  # noqa: F401  a fixture
 from tests.tiny import draft_tensors, native_config, write_draft
 from tests.verify.smoke.support import write_speaking_target
 
@@ -46,7 +49,7 @@ MOMENTS = {
     "hashing, in a thread": (CONVERT, "eagle3pack.checkpoint.digest:FollowingSha256._follow"),
     "proving": (CONVERT, "eagle3pack.convert.command:prove"),
     "handing off": (
-        f"{CONVERT} --retrain-with torchspec retrain",
+        f"{CONVERT} --target target --retrain-with torchspec retrain",
         "eagle3pack.convert.command:write_hand_off",
     ),
     "recording answers": (
@@ -103,3 +106,28 @@ def test_an_interrupted_command_leaves_nothing(moment: str, folder: Path) -> Non
     assert sorted(folder.rglob("*")) == before
     with pytest.raises(ProcessLookupError):  # no process of its group is left
         os.killpg(process.pid, 0)
+
+
+@pytest.mark.parametrize("place", ["hf", "ms"])
+def test_a_download_is_not_waited_for(place: str, hubs: Hubs) -> None:  # noqa: F811
+    answering = threading.Event()
+
+    def answer_slowly() -> None:
+        process.send_signal(signal.SIGINT)
+        answering.wait(30)
+
+    for hub, path in ((hubs.hf, "/storage/"), (hubs.ms, "/repo$")):
+        hub.faults.append(Fault("GET", path, act=answer_slowly))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eagle3pack", *f"convert {place}:org/draft gqa --num-kv-heads 2".split()],
+        cwd=hubs.root,
+        env=os.environ | hubs.env,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, messages = process.communicate(timeout=20)
+    answering.set()
+    assert process.returncode == 130, messages
+    assert messages.splitlines()[-1] == "error: interrupted; nothing half-written is left"
+    assert "Traceback" not in messages
+    assert not (hubs.root / "gqa").exists()

@@ -220,7 +220,7 @@ def test_a_state_that_cannot_be_written_leaves_the_older_one(tmp_path: Path) -> 
     before = path.read_bytes()
     broken = _state()
     broken.optimizer = {"cannot": lambda: None}
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match=r"pickle|local object"):  # Python 3.13 words it so
         write_state(path, broken)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
