@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SHIPPED = "shipped"  # stands for the prompts that come with this package
 MAX_TOKENS = 256  # of an answer
+FEWEST_ACCEPTED = 0.05  # tokens a draft: below it, something does not go together
 
 
 class Progress(Protocol):
@@ -188,6 +189,11 @@ def _made(
         f"conversations; the draft's mean accepted length is {length:.3f} with {NUM_SPECULATIVE_TOKENS} "
         "speculative tokens"
     )
+    if length < 1 + FEWEST_ACCEPTED:
+        say(
+            "calibration: warning: the draft proposes next to nothing right; are these texts and states of "
+            "its own target, and of the auxiliary layers that it was trained on?"
+        )
     _tell(calibration, plan, say)
     if options.save is not None:
         write_calibration(calibration, options.save)

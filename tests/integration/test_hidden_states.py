@@ -5,6 +5,7 @@ Both run in float32, so that greedy text is the same.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -19,8 +20,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from eagle3pack.convert import calibrate
+from eagle3pack.convert.calibration_sources.feature_files import from_safetensors
+from eagle3pack.convert.calibration_sources.server import wait_for
 from eagle3pack.convert.command import ConvertOptions, run_convert
 from eagle3pack.convert.merging.calibration import Calibration, read_calibration
 from eagle3pack.engine.prompts import shipped_prompts
@@ -65,6 +69,7 @@ def endpoint(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "kv_connector_extra_config": {"shared_storage_path": str(out / "states")},
     }
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "2048"]
+    arguments += ["--dtype", "float32"]  # auto would make bfloat16 of it
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parent),
@@ -147,3 +152,30 @@ def test_a_real_vllm_gives_what_the_target_in_this_process_gives(
     print(f"{same} of {len(found.stretches)} texts alike, second moments {difference:.2g} apart")
     assert same >= 0.8 * len(found.stretches)  # kernels round differently, and a tie may fall the other way
     assert difference < 0.02
+
+
+def test_the_state_at_a_token_is_the_one_that_writes_the_next(target: Path, endpoint: str) -> None:
+    """Which states are of which token: the last layer's, normed and times the head, give the text back."""
+    body = {
+        "model": str(target),
+        "messages": [{"role": "user", "content": "Name three rivers."}],
+        "max_tokens": 24,
+        "temperature": 0,
+        "return_token_ids": True,
+        "kv_transfer_params": {"include_output_tokens": True},
+    }
+    request = urllib.request.Request(
+        f"{endpoint}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        given = json.load(response)
+    prompt, output = given["prompt_token_ids"], given["choices"][0]["token_ids"]
+    path = Path(given["kv_transfer_params"]["hidden_states_path"])
+    asyncio.run(wait_for(path))
+    features = from_safetensors(path)
+    assert features.token_ids.tolist() == [*prompt, *output][:-1]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    last = features.states.unflatten(1, (len(LAYERS), -1))[:, -1]
+    with torch.inference_mode():
+        written = model.lm_head(model.model.norm(last)).argmax(-1)
+    assert written[len(prompt) - 1 :].tolist() == output

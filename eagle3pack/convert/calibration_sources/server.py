@@ -258,7 +258,7 @@ class StatesClient:
 
     async def _states(self, path: Path, token_ids: Tensor) -> Tensor:
         """Read the file of one answer, and remove it: it is megabytes, and the server leaves it there."""
-        await _wait_for(path)
+        await wait_for(path)
         features = from_safetensors(path)
         if not torch.equal(features.token_ids, token_ids[:-1]):
             raise InputError(
@@ -338,7 +338,7 @@ def serve_command(config: DraftConfig, target: str | None) -> str:
     )
 
 
-async def _wait_for(path: Path) -> None:
+async def wait_for(path: Path) -> None:
     """Wait until a file is complete: until then the server holds a lock on one beside it.
 
     Raises:

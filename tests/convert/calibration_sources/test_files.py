@@ -207,11 +207,14 @@ def test_without_a_mask_every_token_is_an_answer(
     options = ("--num-kv-heads", "2", "--method", "als", "--calibrate-from", folder)
     result = cli("convert", source, tmp_path / "gqa", *options)
     assert result.code == 0, result.err
-    assert "every token counts as its answer" in result.err and "11 files of speculators" in result.err
-    assert (
-        "in 11 of 11 conversations; the draft's mean accepted length is" in result.err
-        and "kept for the refit" in result.err
-    )
+    for said in (
+        "11 files of speculators",
+        "every token counts as its answer",
+        "in 11 of 11 conversations; the draft's mean accepted length is",
+        "warning: the draft proposes next to nothing right",  # it is a random one
+        "kept for the refit",
+    ):
+        assert said in result.err
     document = record(tmp_path / "gqa")["method"]["parameters"]["calibration"]
     assert document["generation"]["output_tokens"] == sum(min(len(text[0]) - 1, MAX_TOKENS) for text in texts)
 
