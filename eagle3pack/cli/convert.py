@@ -149,6 +149,7 @@ def convert(source: str, out: str, as_json: bool, **options: Any) -> None:
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --method als
       eagle3pack convert ./draft ./gqa --target ./target --method als --calibrate-with shipped
+      eagle3pack convert ./draft ./gqa --num-kv-heads 4 --method als --calibrate-from ./hidden_states
       eagle3pack convert ./draft ./gqa --num-kv-heads 4 --method als --calibration FILE --heal 300
       eagle3pack convert hf:org/draft ./draft-gqa --target org/target --strip-shared
       eagle3pack convert ./draft ./draft-gqa --num-kv-heads 4 --retrain-with torchspec ./retrain

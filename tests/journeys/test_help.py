@@ -19,6 +19,7 @@ STAND_INS = {"hf:org/draft": "./draft", "org/target": "./target", "MiniMaxAI/Min
 # What an example needs that only its reader has: the exit code and the words that say so.
 MISSING = {
     "--calibrate-with": (3, "error: target: holds no weights of the target"),
+    "--calibrate-from": (2, "error: --calibrate-from: hidden_states is no folder"),
     "--calibration": (3, "error: FILE: "),
     "--strip-shared": (2, "error: --strip-shared: only the target's config is at hand"),
 }

@@ -84,7 +84,7 @@ def open_server(
     ((answer, _),) = asyncio.run(client.ask([(first, [])], 2, lambda count: None))
     draft = load_draft_alone(draft_folder, target, answer.states.dtype)
     about = {
-        "target": {"id": target_id or model},
+        "target": {"id": target_id or (Path(model).name if Path(model).is_absolute() else model)},
         "prompts": about_prompts(prompts),
         "source": {"kind": "server", "engine": engine},
         "generation": {"dtype": str(draft.norm.weight.dtype).removeprefix("torch.")},

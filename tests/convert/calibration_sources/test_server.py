@@ -45,12 +45,14 @@ class Fake:
 
     Attributes:
         faults: what it does wrong.
+        model: what it calls its model.
         folder: where it writes states.
         asked: bodies of all requests.
     """
 
     def __init__(self, target: Path, folder: Path) -> None:
         self.faults: set[str] = set()
+        self.model = "org/target"
         self.folder = folder
         self.asked: list[dict[str, Any]] = []
         self.headers: list[str | None] = []
@@ -161,7 +163,7 @@ def running(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             if "unauthorised" in fake.faults:
                 self.reply(401, {"error": "Unauthorized"})
             elif self.path == "/v1/models":
-                self.reply(200, {"data": [{"id": "org/target"}]})
+                self.reply(200, {"data": [{"id": fake.model}]})
             else:
                 self.reply(200, {"version": "0.32.0"})
 
@@ -182,6 +184,7 @@ def fake(running: tuple[Fake, str]) -> Iterator[Fake]:
     fake.asked.clear()
     yield fake
     fake.faults.clear()
+    fake.model = "org/target"
     for lock in fake.unfinished:
         lock.close()
     for path in fake.folder.iterdir():
@@ -220,9 +223,11 @@ def test_prompts_of_tokens_and_targets_without_a_template(
     tmp_path: Path, source: Path, fake: Fake, url: str
 ) -> None:
     fake.faults.add("no template")
+    fake.model = "/models/mine"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"token_ids": [5, 6]}\n{"turns": ["w1 w2", "w3"]}\n{"prompt": "w4"}')
-    calibrated(source, tmp_path, calibrate_with=str(prompts), endpoint=url)
+    found = calibrated(source, tmp_path, calibrate_with=str(prompts), endpoint=url)
+    assert found.document["target"] == {"id": "mine"}  # a record holds no paths
     asked = [body["prompt"] for body in fake.asked if "prompt" in body]
     assert asked[:2] == [[5, 6], [5, 6]] and {"w1 w2", "w4"} <= set(asked[2:])
     assert asked[-1].startswith("w1 w2\n\n") and asked[-1].endswith("\n\nw3")
