@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """How much of a draft each way of merging its heads keeps, on text that nothing was calibrated on.
 
-    python benchmarks/fidelity.py --target TARGET [--draft DRAFT] [--heads 4 1] [--prompts FILE] [--all]
+    python benchmarks/fidelity.py --target TARGET [--draft DRAFT] [--heads 4 1] [--prompts FILE]
+                                  [--all | --lost]
 
 The target answers the prompts once, with the source draft, in the reference engine. As greedy text is the
 target's own whatever the draft, every converted draft is then replayed on that text: same states of the
@@ -10,7 +11,8 @@ running the engine again for each, and the source's replay is held against the e
 
 Prompts default to MT-Bench where EAGLE3PACK_MT_BENCH names its file, calibrated on the prompts that come
 with this package; without it, to the second half of these, calibrated on the first. --all tries every
-method, metric, grouping and refit. Writes fidelity.md, fidelity.json and fidelity.svg into --out.
+method, metric, grouping and refit; --lost merges keys alone, values alone and both, and tells errors by
+speculative step. Writes fidelity.md, fidelity.json and fidelity.svg into --out.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ import torch
 
 from eagle3pack.convert import calibrate
 from eagle3pack.convert.command import ConvertOptions, run_convert
-from eagle3pack.convert.merging.attention import from_matrices
+from eagle3pack.convert.merging.attention import AttentionWeights, from_matrices
 from eagle3pack.convert.merging.calibration import Calibration, Stretch, read_calibration
 from eagle3pack.convert.merging.capture import Recorder
-from eagle3pack.convert.merging.fidelity import compare
+from eagle3pack.convert.merging.fidelity import attention_outputs, compare
 from eagle3pack.convert.merging.merge import Merged, MergeOptions, merge
 from eagle3pack.convert.merging.metrics import IDENTITY, Metric, embedding_metric, norm_metric
-from eagle3pack.convert.merging.moments import Moments
+from eagle3pack.convert.merging.moments import Moments, Sample
 from eagle3pack.convert.merging.replay import Replay, replayable, surroundings
+from eagle3pack.convert.merging.ridge import refit_output
 from eagle3pack.convert.merging.rotary import RopeSpec, rope_spec
 from eagle3pack.engine.chat import load_chat
 from eagle3pack.engine.counters import (
@@ -69,12 +72,14 @@ class Way:
     metric: str = "identity"
     grouping: str = "contiguous"
     refit: str = "own"
+    only: str = ""
 
     def __str__(self) -> str:
         parts = [self.method]
         parts += [self.metric] if self.metric != "identity" else []
         parts += [self.grouping] if self.grouping != "contiguous" else []
         parts += [self.refit] if self.refit != "own" else []
+        parts += [f"{self.only} only"] if self.only else []
         return ", ".join(parts)
 
 
@@ -89,6 +94,13 @@ DEFAULT_WAYS = (
     Way("als", refit="ridge"),
     Way("als", "calibration", refit="ridge"),
     Way("als", "calibration", "similarity", "ridge"),
+)
+
+LOST_WAYS = tuple(
+    Way("als", "calibration", grouping, refit, only)
+    for grouping, only, refit in itertools.product(
+        ("contiguous", "similarity"), ("keys", "values", ""), ("closed", "ridge")
+    )
 )
 
 
@@ -125,7 +137,24 @@ class Merger:
         self._embedding = (state["embed_tokens.weight"], *norms), state.get("fc.weight"), config.rms_norm_eps
         self._max_distance = min(config.max_position_embeddings or 32768, 32768)
 
+    def half_merged(self, way: Way, count: int) -> Merged:
+        """Keys and queries of the merge with the source's values and o_proj, or the other way round."""
+        whole = self.merged(replace(way, refit="closed", only=""), count)
+        order, shared = torch.tensor(whole.report.query_order), whole.weights
+        k, v = (x.repeat_interleave(shared.queries_per_head, 0) for x in (shared.k, shared.v))
+        source = self.weights
+        if way.only == "keys":
+            half = replace(shared, k=k, v=source.v[order], o=source.o[:, order])
+        else:
+            half = replace(shared, k=source.k[order], q=source.q[order], v=v)
+        if way.refit == "ridge":
+            o, _ = refit_output(source, half, self.rope, self.moments.samples, self.moments.held_out)
+            half = replace(half, o=o.to(half.o.dtype))
+        return replace(whole, weights=half)
+
     def merged(self, way: Way, count: int) -> Merged:
+        if way.only:
+            return self.half_merged(way, count)
         if way.metric == "embedding" and "embedding" not in self._metrics:
             tensors, fc, eps = self._embedding
             self._metrics["embedding"] = embedding_metric(*tensors, fc=fc, eps=eps)
@@ -140,6 +169,16 @@ class Merger:
         if way.metric != "calibration":  # a ridge alone: measured distances belong to the metric
             moments = replace(moments, distance_mass=None)
         return merge(self.weights, self.rope, options, self._metrics[way.metric], moments)
+
+
+def errors_by_step(
+    source: AttentionWeights, merged: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample]
+) -> list[float]:
+    """Output errors at each speculative step."""
+    y, other = (torch.cat(attention_outputs(weights, rope, samples)) for weights in (source, merged))
+    steps = torch.cat([sample.steps for sample in samples if sample.steps is not None])
+    lost, there = (other - y).square().sum(1), y.square().sum(1)
+    return [float(lost[steps == step].sum() / there[steps == step].sum()) for step in range(K)]
 
 
 def chosen_prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], str, str]:
@@ -207,6 +246,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="of target and draft in the engine")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--lost", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/fidelity"))
     return parser.parse_args()
 
@@ -255,7 +295,7 @@ def main() -> None:
         "calibration": calibration.document,
         "engine": engine,
     }
-    ways = tuple(all_ways()) if arguments.all else DEFAULT_WAYS
+    ways = tuple(all_ways()) if arguments.all else LOST_WAYS if arguments.lost else DEFAULT_WAYS
     with torch.inference_mode():
         source = replay.counters(merger.weights)
         rows = [row("source draft", config.num_key_value_heads, None, source, source)]
@@ -269,6 +309,8 @@ def main() -> None:
             )
             counters = replay.counters(merged.weights)
             rows.append(row(str(way), count, found.as_dict(), counters, source) | {"cpu_s": seconds})
+            if arguments.lost:
+                rows[-1]["by_step"] = errors_by_step(merger.weights, merged.weights, rope, fresh)
             note(f"{count} {way}: {rows[-1]['length']:.3f}, retained {rows[-1]['retention']:.3f}")
             write(arguments.out, about, rows)  # a long run that is stopped leaves what it has
     print(table(rows))
@@ -310,9 +352,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         errors = [line.get(key) for key in ("output_error", "attention_kl", "logits_kl")]
         accepted = " / ".join(f"{rate:.3f}" for rate in line["per_position"])
         low, high = line["interval"] or (float("nan"), float("nan"))
+        by_step = " / ".join(f"{error:.3f}" for error in line.get("by_step", []))
         cells = [
             str(line["heads"]),
-            line["way"],
+            line["way"] + (f" (by step {by_step})" if by_step else ""),
             *("" if error is None else f"{error:.3f}" for error in errors),
             accepted,
             f"{line['length']:.3f}",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3pack.convert.merging import calibration as calibration_module
 from eagle3pack.convert.merging.calibration import (
     METADATA_KEY,
     Calibration,
@@ -208,3 +209,15 @@ def test_an_entry_sees_true_states_before_its_round_and_its_round_up_to_itself()
         [1, 1, 1, 1, 0],
         [1, 1, 0, 0, 1],
     ]
+
+
+def test_a_second_moment_that_is_rounded_unevenly_becomes_symmetric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration_module, "_ROWS", 5)
+    made = calibration()
+    noise = 1e-7 * torch.randn(2 * H, 2 * H, generator=torch.Generator().manual_seed(0))
+    write_calibration(replace(made, second_moment=made.second_moment + noise), tmp_path / "c.safetensors")
+    moment = read_calibration(tmp_path / "c.safetensors").second_moment
+    assert torch.equal(moment, moment.T)
+    torch.testing.assert_close(moment, made.second_moment)

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from eagle3pack.convert.merging.attention import AttentionWeights, attention_forward, attention_logits, rotate
 from eagle3pack.convert.merging.layer import group_rows
-from eagle3pack.convert.merging.merge import Merged, MergeOptions, merge, plan_merge, solve_keys, solve_values
+from eagle3pack.convert.merging.merge import (
+    Merged,
+    MergeOptions,
+    mean_pooled,
+    merge,
+    plan_merge,
+    solve_keys,
+    solve_values,
+)
 from eagle3pack.convert.merging.metrics import IDENTITY, Metric
 from eagle3pack.convert.merging.rotary import RopeSpec, at_distances, distance_prior
 from eagle3pack.errors import InputError, UsageError
@@ -296,3 +304,11 @@ def test_the_report_is_json_and_counts_every_head_once() -> None:
         for kept in (group["keys"], group["values"]):
             assert kept["min"] <= kept["median"] <= kept["max"] <= 1 + 1e-9
     assert as_dict["query_growth"] >= 1e-3
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_mean_pooling_needs_no_problem(biases: bool) -> None:
+    source, groups = layer(31, biases=biases), ((0, 3), (1, 2))
+    expected = merge(source, rope(), options(2, "mean", grouping=groups)).weights
+    found = mean_pooled(source, rope(), groups)
+    assert all(torch.equal(x, found.tensors()[name]) for name, x in expected.tensors().items())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eagle3pack.convert.merging import ridge as ridge_module
 from eagle3pack.convert.merging.attention import attention_forward, attention_heads
 from eagle3pack.convert.merging.merge import MergeOptions, merge
 from eagle3pack.convert.merging.moments import Moments, Sample
@@ -17,7 +18,13 @@ def calibration(count: int, length: int = 20) -> Moments:
     return Moments(x.T @ x / len(x), x.mean(0), distance_prior(length), samples, len(x))
 
 
-def test_the_refit_is_ridge_regression_centred_on_the_closed_form() -> None:
+@pytest.mark.parametrize("columns", [5, 512])
+@pytest.mark.parametrize("tokens", [1, 50, 10**6])
+def test_the_refit_is_ridge_regression_centred_on_the_closed_form(
+    monkeypatch: pytest.MonkeyPatch, columns: int, tokens: int
+) -> None:
+    monkeypatch.setattr(ridge_module, "_COLUMNS", columns)
+    monkeypatch.setattr(ridge_module, "_TOKENS", tokens)
     source, moments, spec = layer(1, biases=True), calibration(6), rope()
     merged = merge(source, spec, MergeOptions(1, "als"), moments.metric(), moments).weights
     blocks = list(outputs(source, merged, spec, moments.samples))
@@ -28,6 +35,7 @@ def test_the_refit_is_ridge_regression_centred_on_the_closed_form() -> None:
     rows = torch.cat([z, floor**0.5 * torch.eye(z.shape[1], dtype=torch.float64)])
     targets = torch.cat([rest, torch.zeros(z.shape[1], rest.shape[1], dtype=torch.float64)])
     o = ridge(*second_moments(blocks), merged.o.flatten(1), 0.1)
+    assert sum(len(block.z) for block in blocks) == len(z)
     torch.testing.assert_close(o - merged.o.flatten(1), torch.linalg.lstsq(rows, targets).solution.T)
     expected = float((y - z @ o.T).square().sum() / y.square().sum())
     assert relative_error(o, blocks) == pytest.approx(expected)
