@@ -38,6 +38,7 @@ from eagle3pack.errors import InputError, PermissionDenied
 
 SCHEMA = "eagle3pack/calibration/1"
 METADATA_KEY = "eagle3pack_calibration"
+_FIGURES_OF_A_RUN = ("output_tokens", "mean_accepted_length")
 _ROWS = 512  # of the second moment at a time
 
 
@@ -369,10 +370,13 @@ def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
         for step in range(max(map(len, by_step)))
     ]
     prompts = [prompts for document in documents for prompts in document["prompts"]]
+    generation = {
+        key: value for key, value in first.document["generation"].items() if key not in _FIGURES_OF_A_RUN
+    }
     weights = [document["tokens"]["moments"] / max(tokens["moments"], 1) for document in documents]
     return replace(
         first,
-        document={**first.document, "prompts": prompts, "tokens": tokens},
+        document={**first.document, "prompts": prompts, "generation": generation, "tokens": tokens},
         second_moment=sum(
             (w * c.second_moment for w, c in zip(weights, calibrations, strict=True)), torch.zeros(1)
         ),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle3pack.convert import calibrate
 from eagle3pack.convert.calibration_sources.feature_files import FeatureFolder
-from eagle3pack.convert.merging.calibration import Calibration, read_calibration
+from eagle3pack.convert.merging.calibration import Calibration, merge_calibrations, read_calibration
 from eagle3pack.documents import schema_problems
 from eagle3pack.engine.generation import Settings
 from eagle3pack.engine.loading import load_draft
@@ -185,6 +185,13 @@ def test_the_mask_of_a_dataset_is_that_of_its_row(
     (folder / "hs_3.safetensors").rename(folder / "hs_99.safetensors")
     with pytest.raises(InputError, match="of none of the 11 rows"):
         FeatureFolder(folder).read(len(texts) - 1)
+
+
+def test_merged_ones_tell_no_figure_of_one_of_them(in_process: Calibration) -> None:
+    merged = merge_calibrations([in_process, in_process]).document
+    assert {"output_tokens", "mean_accepted_length"} <= set(in_process.document["generation"])
+    assert set(merged["generation"]) == {"dtype", "num_speculative_tokens", "max_tokens"}
+    assert schema_problems(merged, "calibration") == []
 
 
 def test_a_dataset_that_cannot_be_read_is_not_passed_over(
