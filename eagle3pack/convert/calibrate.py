@@ -210,7 +210,7 @@ def _open(options: CalibrationOptions, plan: Plan, draft: Source, say: Callable[
     if options.features is not None:
         from eagle3pack.convert.calibration_sources.files import open_files
 
-        return open_files(options.features, draft.folder, options.target, target_id, say)
+        return open_files(options.features, draft.folder, plan.before, options.target, target_id, say)
     assert options.prompts is not None
     prompts = _prompts(options.prompts)
     who = "the target" if options.endpoint is None else f"the server at {options.endpoint}"

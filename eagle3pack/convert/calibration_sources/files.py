@@ -9,19 +9,25 @@ from eagle3pack.convert.calibration_sources.feature_files import FeatureFolder, 
 from eagle3pack.convert.calibration_sources.recording import BATCH_SIZE, Opened, replay_recorded
 from eagle3pack.convert.calibration_sources.tables import load_draft_alone
 from eagle3pack.convert.merging.capture import Recorder
+from eagle3pack.draft.config import DraftConfig
 from eagle3pack.engine.counters import Counters
 from eagle3pack.engine.draft_model import DraftModel
 from eagle3pack.engine.replay import KnownAnswer
 
 
 def open_files(
-    folder: Path, draft_folder: Path, target: str | None, target_id: str | None, say: Callable[[str], None]
+    folder: Path,
+    draft_folder: Path,
+    config: DraftConfig,
+    target: str | None,
+    target_id: str | None,
+    say: Callable[[str], None],
 ) -> Opened:
-    """Load the draft, and find the files.
+    """Find the files, and load the draft.
 
     Args:
         folder: with hidden-state files.
-        draft_folder: the draft.
+        draft_folder, config: the draft.
         target: as the user gave it: where the draft shares its tables.
         target_id: for the calibration file.
         say: told where files leave something open.
@@ -32,6 +38,8 @@ def open_files(
     """
     features = FeatureFolder(folder)
     first = features.read(0)
+    # before gigabytes are loaded
+    answer_of(first, config, len(first.token_ids), where=str(features.files[0]))
     draft = load_draft_alone(draft_folder, target, first.states.dtype)
     say(f"calibrating: {len(features.files)} files of {features.kind} in {folder}")
     if not features.tells_answers:
