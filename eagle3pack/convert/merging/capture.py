@@ -49,7 +49,8 @@ class Recorder:
     Args:
         draft: with embeddings.
         num_conversations: that will be answered.
-        most: activations to keep; beyond it, evenly spaced tens of conversations are dropped.
+        most: activations to keep: nine tenths of it for fits, and up to a quarter of it held out. Beyond
+            that, evenly spaced tens of conversations are dropped.
     """
 
     def __init__(self, draft: DraftModel, num_conversations: int, most: int) -> None:
@@ -57,9 +58,9 @@ class Recorder:
         self.by_step: list[int] = []
         self._draft = draft
         self._holds_out = num_conversations > 1
-        self._most = most
-        self._stride = 1
-        self._kept = 0
+        self._room = {False: most - most // 10, True: most // 4}  # by whether it is held out
+        self._stride = {False: 1, True: 1}
+        self._kept = {False: 0, True: 0}
         self._turn = 0
         self._conversations: Sequence[int] = range(num_conversations)
         self._answers: Sequence[Sequence[range]] = ()
@@ -93,7 +94,7 @@ class Recorder:
             inputs = x[row, :width]
             if not self._is_held_out(conversation):
                 self._count(inputs.float().cpu())
-            if conversation // HELD_OUT_EVERY % self._stride == 0:
+            if conversation // HELD_OUT_EVERY % self._stride[self._is_held_out(conversation)] == 0:
                 self._keep(request, made, row, inputs[:, : draft.config.hidden_size])
 
     def _is_held_out(self, conversation: int) -> bool:
@@ -125,26 +126,30 @@ class Recorder:
         text.token_ids.append(made.token_ids[row, :room].to("cpu", torch.int32, copy=True))
         text.answer.append(self._is_answer(request, made.step, text.positions[-1]))
         text.count += room
-        self._kept += room
-        while (
-            self._kept > self._most and max(conversation for conversation, _ in self._texts) >= HELD_OUT_EVERY
-        ):
-            self._thin_out()
+        held_out = self._is_held_out(self._conversations[request])
+        self._kept[held_out] += room
+        while self._kept[held_out] > self._room[held_out] and self._last(held_out) >= HELD_OUT_EVERY:
+            self._thin_out(held_out)
 
     def _is_answer(self, request: int, step: int, positions: Tensor) -> Tensor:
         """Whether the target wrote the token after each position; a drafted token is the draft's."""
         ranges = self._answers[request] if self._answers and not step else ()
         return torch.tensor([any(p in part for part in ranges) for p in positions.tolist()], dtype=torch.bool)
 
-    def _thin_out(self) -> None:
-        self._stride *= 2
-        for key in [key for key in self._texts if key[0] // HELD_OUT_EVERY % self._stride]:
-            self._kept -= self._texts.pop(key).count
+    def _last(self, held_out: bool) -> int:
+        return max(key[0] for key in self._texts if self._is_held_out(key[0]) == held_out)
+
+    def _thin_out(self, held_out: bool) -> None:
+        self._stride[held_out] *= 2
+        for key in list(self._texts):
+            is_spare = key[0] // HELD_OUT_EVERY % self._stride[held_out] > 0
+            if is_spare and self._is_held_out(key[0]) == held_out:
+                self._kept[held_out] -= self._texts.pop(key).count
 
     @property
     def is_full(self) -> bool:
         """It keeps as many activations as it may: what comes now takes the place of others."""
-        return self._stride > 1 or self._kept >= self._most
+        return self._stride[False] > 1 or self._kept[False] >= self._room[False]
 
     def averages(self) -> tuple[Tensor, Tensor]:
         """Second moment and mean of what was counted, float32."""
@@ -171,7 +176,7 @@ class Recorder:
 def attention_by_distance(
     weights: AttentionWeights, rope: RopeSpec, samples: Sequence[Sample], most: int = DISTANCE_QUERIES
 ) -> tuple[Tensor, int]:
-    """How much attention a layer pays to each distance, averaged over heads and queries.
+    """How much attention each head pays to each distance, averaged over queries.
 
     Args:
         weights: of the layer, float32.
@@ -180,9 +185,10 @@ def attention_by_distance(
         most: queries to look at.
 
     Returns:
-        The mass by distance, float64, shape (longest distance + 1,), summing to one; and the queries.
+        The mass by query head and distance, float64, shape (N, longest distance + 1), each head's summing
+        to one; and the queries.
     """
-    mass = torch.zeros(1, dtype=torch.float64)
+    mass = torch.zeros(weights.num_heads, 1, dtype=torch.float64)
     queries = 0
     for sample in samples:
         if queries >= most:
@@ -191,10 +197,10 @@ def attention_by_distance(
         logits = attention_logits(weights, rope, x, sample.positions)
         visible = sample.visible
         assert visible is not None
-        attention = logits.masked_fill(~visible, -torch.inf).softmax(-1).mean(0).double()
         distances = (sample.positions[:, None] - sample.positions).clamp_min(0).long()
-        found = torch.bincount(distances.flatten(), weights=attention.flatten())
-        mass = torch.nn.functional.pad(mass, (0, max(len(found) - len(mass), 0)))
-        mass[: len(found)] += found
+        mass = torch.nn.functional.pad(mass, (0, max(int(distances.max()) + 1 - mass.shape[1], 0)))
+        for head, row in zip(mass, logits, strict=True):
+            attention = row.masked_fill(~visible, -torch.inf).softmax(-1).double()
+            head += torch.bincount(distances.flatten(), attention.flatten(), minlength=len(head))
         queries += len(x)
-    return mass / mass.sum() if queries else mass, queries
+    return mass / mass.sum(1, keepdim=True) if queries else mass, queries

@@ -145,6 +145,12 @@ def test_beyond_its_room_it_drops_whole_tens_of_texts(target: Target, tmp_path: 
     assert small.recorder.num_moments > 100
 
 
+def test_held_out_texts_stay_longer_than_the_others(target: Target, recorded: Run, tmp_path: Path) -> None:
+    room = sum(len(stretch.positions) for stretch in recorded.stretches) * 8 // 10
+    kept = [stretch.held_out for stretch in Run(target, tmp_path, most=room).stretches]
+    assert kept == [i % 10 == 0 for i in range(11)]  # text 11 went, its held-out neighbour did not
+
+
 def test_attention_by_distance_is_measured_on_who_sees_whom(recorded: Run) -> None:
     config = recorded.draft.config
     prefix = "layers.0.self_attn."
@@ -153,7 +159,7 @@ def test_attention_by_distance_is_measured_on_who_sees_whom(recorded: Run) -> No
     samples = recorded.moments().samples
     mass, queries = attention_by_distance(weights, spec, samples)
     assert queries == sum(len(sample.x) for sample in samples)
-    assert float(mass.sum()) == pytest.approx(1) and bool((mass >= 0).all())
-    assert len(mass) == 1 + max(int(sample.positions.max()) for sample in samples)
+    assert mass.sum(1).tolist() == pytest.approx([1] * config.num_attention_heads) and bool((mass >= 0).all())
+    assert mass.shape[1] == 1 + max(int(sample.positions.max()) for sample in samples)
     few, fewer = attention_by_distance(weights, spec, samples, most=1)
-    assert fewer == len(samples[0].x) and float(few.sum()) == pytest.approx(1)
+    assert fewer == len(samples[0].x) and float(few.sum()) == pytest.approx(config.num_attention_heads)
