@@ -6,7 +6,7 @@ Its metadata hold one JSON document, schemas/calibration.schema.json. Shape lett
 
     second_moment    (In, In) F32   E[x x'] of the attention input
     mean             (In,) F32      E[x]
-    distance_mass    (any,) F64     attention of the draft by distance, sums to 1; may be absent
+    distance_mass    (N, any) F64   attention of each query head by distance, sums to 1; may be absent
     embeds, hidden   (E, H) BF16    normed token embeddings, and hidden states before hidden_norm
     positions, steps (E,) I32       place in the text, and speculative step (0: true states)
     token_ids        (E,) I32       the token that each position is paired with: the one after it, or the
@@ -71,7 +71,7 @@ class Calibration:
     Attributes:
         document: what it was made of; follows schemas/calibration.schema.json.
         second_moment, mean: float32, (In, In) and (In,).
-        distance_mass: float64, or None.
+        distance_mass: float64, (N, distances), of an old file (distances,); or None.
         stretches: activations.
     """
 
@@ -256,11 +256,12 @@ def read_calibration(path: Path) -> Calibration:
         )
     document = parse_json_object(header.metadata[METADATA_KEY].encode(), where=f"{path} (metadata)")
     require_valid(document, "calibration", where=f"{path} (metadata)")
-    return _assembled(document, _tensors(header, document["draft"]["hidden_size"]), where=str(path))
+    return _assembled(document, _tensors(header, document["draft"]), where=str(path))
 
 
-def _tensors(header: Header, hidden: int) -> dict[str, Tensor]:
+def _tensors(header: Header, draft: Mapping[str, Any]) -> dict[str, Tensor]:
     """The file's tensors, their dtypes and shapes as documented."""
+    hidden = draft["hidden_size"]
     entries = {entry.name: entry for entry in header.tensors}
     count = entries["positions"].shape[0] if "positions" in entries and entries["positions"].shape else 0
     stretches = entries["lengths"].shape[0] if "lengths" in entries and entries["lengths"].shape else 0
@@ -276,7 +277,8 @@ def _tensors(header: Header, hidden: int) -> dict[str, Tensor]:
     }
     if "distance_mass" in entries:
         mass = entries["distance_mass"].shape
-        expected["distance_mass"] = ("F64", (mass[0] if len(mass) == 1 and mass[0] else 1,))
+        by_head = (draft["num_attention_heads"],) if len(mass) == 2 else ()
+        expected["distance_mass"] = ("F64", (*by_head, max(mass[-1:], default=0) or 1))
     if "token_ids" in entries:
         expected |= {"token_ids": ("I32", (count,)), "answer": ("U8", (count,))}
     tensors: dict[str, Tensor] = {}
@@ -310,7 +312,7 @@ def _assembled(document: Mapping[str, Any], tensors: Mapping[str, Tensor], *, wh
     moment, mass = _symmetrised(tensors["second_moment"], where=where), tensors.get("distance_mass")
     if bool((moment.diagonal() < 0).any()):
         raise InputError("second_moment has a negative diagonal", where=where)
-    if mass is not None and (bool((mass < 0).any()) or not float(mass.sum()) > 0):
+    if mass is not None and (bool((mass < 0).any()) or not bool((mass.sum(-1) > 0).all())):
         raise InputError("distance_mass is no distribution", where=where)
     ends = lengths.cumsum(0).tolist()
     cuts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -391,7 +393,9 @@ def _merged_mass(calibrations: Sequence[Calibration]) -> Tensor | None:
     known = [(tokens, mass) for tokens, mass in measured if mass is not None]
     if not known:
         return None
-    total = torch.zeros(max(len(mass) for _, mass in known), dtype=torch.float64)
-    for tokens, mass in known:
-        total[: len(mass)] += tokens * mass
-    return total / total.sum()
+    longest = max(mass.shape[-1] for _, mass in known)
+    total = sum(
+        (tokens * torch.nn.functional.pad(mass, (0, longest - mass.shape[-1])) for tokens, mass in known),
+        torch.zeros(1, dtype=torch.float64),
+    )
+    return total / total.sum(-1, keepdim=True)

@@ -121,7 +121,7 @@ def merge(
     _require_fits(weights, rope, options, metric, moments)
     plan = plan_merge(weights, rope, options)
     metric = metric.augmented() if has_biases(weights) else metric
-    positions = _positions(rope, options, moments)
+    positions = _positions(rope, options, moments, weights.queries_per_head)
     groups = _groups(weights, rope, options, metric)
     result = empty_result(weights, options.num_key_value_heads)
     growth = 0.0
@@ -131,7 +131,7 @@ def merge(
     mean_values: list[Losses] = []
     for index, heads in enumerate(groups):
         rows = group_rows(weights, rope, heads)
-        keys, values = rows.key_problem(metric, positions), rows.value_problem(metric)
+        keys, values = rows.key_problem(metric, positions.of(heads)), rows.value_problem(metric)
         key_solution, value_solution = solve_keys(keys, rope, plan), solve_values(values, plan)
         growth = max(growth, write_group(result, index, rows, key_solution, value_solution, rope))
         merged_keys.append(measure(*_after_norms(keys, key_solution, weights, rope), by_pair=True))
@@ -251,17 +251,19 @@ def _require_fits(
         raise UsageError(f"ridge runs the attention, and {rope.unknown}", where="refit of o_proj")
 
 
-def _positions(rope: RopeSpec, options: MergeOptions, moments: Moments | None) -> Positions:
+def _positions(
+    rope: RopeSpec, options: MergeOptions, moments: Moments | None, queries_per_head: int
+) -> Positions:
+    """What distances keys are compared over; measured ones by source head."""
     if rope.frequencies is None:
         return averaged_phases(rope)
     measured = moments.distance_mass if moments is not None else None
-    prior = distance_prior(options.max_distance)
+    prior = at_distances(rope, distance_prior(options.max_distance))
     if measured is None:
-        return at_distances(rope, prior)
-    mass = torch.zeros(max(len(prior), len(measured)), dtype=torch.float64)
-    mass[: len(prior)] = PRIOR_SHARE * prior / prior.sum()
-    mass[: len(measured)] += (1 - PRIOR_SHARE) * measured.double() / measured.sum()
-    return at_distances(rope, mass)
+        return prior
+    if measured.dim() == 2:
+        measured = measured.reshape(-1, queries_per_head, measured.shape[1]).mean(1)
+    return at_distances(rope, measured).mixed(prior, PRIOR_SHARE)
 
 
 def _groups(weights: AttentionWeights, rope: RopeSpec, options: MergeOptions, metric: Metric) -> Groups:

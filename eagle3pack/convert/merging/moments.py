@@ -36,7 +36,8 @@ class Moments:
     Attributes:
         second_moment: E[x x'], shape (In, In).
         mean: E[x], shape (In,).
-        distance_mass: attention mass of the source draft by distance, shape (distances,), or None.
+        distance_mass: attention mass of the source draft by distance, of every query head, (N, distances),
+            or of all together, (distances,); or None.
         samples: activations for refits.
         num_tokens: that the averages were taken over.
         held_out: activations that nothing is fitted to, the averages above included; they choose between

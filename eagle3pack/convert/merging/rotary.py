@@ -10,7 +10,7 @@ is its average over distances: a `Positions`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -173,13 +173,29 @@ class Positions:
     angles, so the average is two element-wise products.
 
     Attributes:
-        linear, antilinear: averages of these factors, complex128, shape (D / 2, D / 2).
+        linear, antilinear: averages of these factors, complex128, shape (D / 2, D / 2), or one for every
+            source head, (n, D / 2, D / 2): heads look at distances of their own.
         num_rotary_pairs: pairs that turn; they come first.
     """
 
     linear: Tensor
     antilinear: Tensor
     num_rotary_pairs: int
+
+    def of(self, heads: Sequence[int]) -> Positions:
+        """Those of some source heads."""
+        if self.linear.dim() == 2:
+            return self
+        index = list(heads)
+        return Positions(self.linear[index], self.antilinear[index], self.num_rotary_pairs)
+
+    def mixed(self, other: Positions, share: float) -> Positions:
+        """With a share of other distances, the same for every head."""
+        linear, antilinear = (
+            (1 - share) * mine + share * its
+            for mine, its in ((self.linear, other.linear), (self.antilinear, other.antilinear))
+        )
+        return Positions(linear, antilinear, self.num_rotary_pairs)
 
     def averaged(self, matrices: Tensor) -> Tensor:
         """sum_t w_t R_t' M R_t for canonical matrices, shape (..., D, D): what keys at a distance see."""
@@ -232,16 +248,16 @@ def at_distances(rope: RopeSpec, mass: Tensor) -> Positions:
 
     Args:
         rope: with frequencies.
-        mass: nonnegative, float64, shape (distances,); normalised here.
+        mass: nonnegative, shape (distances,) or (n, distances), by head; normalised here.
     """
     assert rope.frequencies is not None, rope.unknown
-    pairs = rope.head_dim // 2
-    frequencies = torch.zeros(pairs, dtype=torch.float64)
+    frequencies = torch.zeros(rope.head_dim // 2, dtype=torch.float64)
     frequencies[: rope.num_rotary_pairs] = torch.tensor(rope.frequencies, dtype=torch.float64)
-    distances = torch.arange(len(mass), dtype=torch.float64)
-    turns = torch.polar(torch.ones(len(mass), pairs, dtype=torch.float64), -distances[:, None] * frequencies)
-    weighted = turns * (mass / mass.sum())[:, None]
-    return Positions(weighted.T @ turns.conj(), weighted.T @ turns, rope.num_rotary_pairs)
+    angles = -torch.arange(mass.shape[-1], dtype=torch.float64)[:, None] * frequencies
+    turns = torch.polar(torch.ones_like(angles), angles)
+    share = mass.double() / mass.double().sum(-1, keepdim=True)
+    weighted = (turns * share[..., None]).mT
+    return Positions(weighted @ turns.conj(), weighted @ turns, rope.num_rotary_pairs)
 
 
 def distance_prior(max_distance: int) -> Tensor:

@@ -59,7 +59,7 @@ class Sharing:
         return torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
 
     def seen(self, basis: Tensor) -> tuple[Tensor, Tensor]:
-        """E[r r_h'] with each right factor, (n, d, d), and E[r r'] of a shared factor, (d, d), averaged."""
+        """E[r r_h'] with each right factor, (n, d, d), and E[r r'] of a shared one, (d, d) or by head."""
         with_stack = basis @ self.right
         across = with_stack.reshape(self.d, self.n, self.d).transpose(0, 1)
         return self.positions.averaged(across), self.positions.averaged(with_stack @ basis.T)
@@ -82,17 +82,17 @@ def psd_solve(matrix: Tensor, right: Tensor, noise: float) -> Tensor:
     """Minimum-norm solution of a positive semidefinite system, empty directions left out.
 
     Args:
-        matrix: shape (d, d).
+        matrix: shape (..., d, d).
         right: shape (..., d, m).
         noise: eigenvalues below this share of the largest count as zero, after scaling to unit diagonal.
     """
-    diagonal = matrix.diagonal()
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(torch.float64).tiny).rsqrt(), 0.0)
-    values, vectors = torch.linalg.eigh(scale[:, None] * (matrix + matrix.T) / 2 * scale)
-    kept = values > noise * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
+    values, vectors = torch.linalg.eigh(scale[..., :, None] * (matrix + matrix.mT) / 2 * scale[..., None, :])
+    kept = values > noise * values[..., -1:].clamp_min(torch.finfo(torch.float64).tiny)
     inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0)
-    root = scale[:, None] * vectors
-    solution: Tensor = root @ (inverse[:, None] * (root.T @ right))
+    root = scale[..., :, None] * vectors
+    solution: Tensor = root @ (inverse[..., :, None] * (root.mT @ right))
     return solution
 
 
@@ -118,7 +118,7 @@ def optimal_basis(problem: Sharing, maps: Tensor) -> Tensor:
     dJ/dr = 0: r = (sum_h avg(T_h L_h T_h'))^-1 sum_h avg(T_h L_h) r_h, avg as the queries see them.
     """
     mapped = maps @ problem.weights  # (n, d, d)
-    energy = problem.positions.averaged_back((mapped @ maps.mT).sum(0))
+    energy = problem.positions.averaged_back(mapped @ maps.mT).sum(0)
     pull = problem.positions.averaged_back(mapped)
     return psd_solve(energy, pull.transpose(0, 1).reshape(problem.d, -1), problem.noise)
 

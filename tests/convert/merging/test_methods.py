@@ -65,7 +65,7 @@ def explicit_loss(factors: Factors, solution: Solution, turns: list[Tensor], mas
     loss = 0.0
     for h in range(n):
         for i in range(m):
-            for weight, r in zip(mass / mass.sum(), turns, strict=True):
+            for weight, r in zip(mass[h] / mass[h].sum(), turns, strict=True):
                 old = factors.left[h, i].T @ r.T @ factors.right[h]
                 new = (solution.maps[h] @ factors.left[h, i]).T @ r.T @ shared
                 loss += float(weight * (factors.root.T @ (old - new) @ factors.root).square().sum())
@@ -80,9 +80,16 @@ def random_solution(seed: int, n: int = 3) -> Solution:
     )
 
 
+def masses(by_head: bool) -> torch.Tensor:
+    """Of three heads by distance: all alike, or each its own."""
+    powers = torch.tensor([0.5, 1, 3] if by_head else [1, 1, 1], dtype=torch.float64)
+    return distance_prior(DISTANCES) ** powers[:, None]
+
+
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("rotary_dim", [D, 4])
-def test_the_error_in_second_moments_is_the_error_by_definition(rotary_dim: int) -> None:
-    factors, mass = Factors(1), distance_prior(DISTANCES)
+def test_the_error_in_second_moments_is_the_error_by_definition(rotary_dim: int, by_head: bool) -> None:
+    factors, mass = Factors(1), masses(by_head)
     problem = factors.problem(at_distances(rope(rotary_dim=rotary_dim), mass))
     turns = rotations(rotary_dim)
     for solution in (random_solution(2), methods.mean(problem), methods.low_rank(problem)):
@@ -167,18 +174,22 @@ def test_every_round_of_als_gains() -> None:
     assert errors[-1] < errors[0]
 
 
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("rotary_dim", [D, 4])
-def test_half_steps_in_second_moments_are_least_squares_on_whole_matrices(rotary_dim: int) -> None:
+def test_half_steps_in_second_moments_are_least_squares_on_whole_matrices(
+    rotary_dim: int, by_head: bool
+) -> None:
     """Each half step against one big least-squares system with all heads and distances as rows."""
-    factors, mass, turns = Factors(7), distance_prior(DISTANCES), rotations(rotary_dim)
+    factors, mass, turns = Factors(7), masses(by_head), rotations(rotary_dim)
     problem = factors.problem(at_distances(rope(rotary_dim=rotary_dim), mass))
-    steps = list(zip((mass / mass.sum()).sqrt(), turns, strict=True))
+    shares = (mass / mass.sum(1, keepdim=True)).sqrt()
+    steps = [list(zip(share, turns, strict=True)) for share in shares]
     stacked = factors.right.reshape(3 * D, IN)
     start = random_solution(8)
     maps = optimal_maps(problem, start.basis)
     for h in range(3):
-        new = torch.cat([w * r.T @ start.basis @ stacked @ factors.root for w, r in steps], dim=1)
-        old = torch.cat([w * r.T @ factors.right[h] @ factors.root for w, r in steps], dim=1)
+        new = torch.cat([w * r.T @ start.basis @ stacked @ factors.root for w, r in steps[h]], dim=1)
+        old = torch.cat([w * r.T @ factors.right[h] @ factors.root for w, r in steps[h]], dim=1)
         expected = torch.linalg.lstsq(new.T, old.T).solution  # T' new = old
         torch.testing.assert_close(maps[h], expected)
     basis = optimal_basis(problem, start.maps)
@@ -186,8 +197,8 @@ def test_half_steps_in_second_moments_are_least_squares_on_whole_matrices(rotary
     for h in range(3):
         for i in range(2):
             query = factors.root.T @ factors.left[h, i].T  # (In, D)
-            rows += [w * query @ start.maps[h].T @ r.T for w, r in steps]
-            targets += [w * query @ r.T @ factors.right[h] for w, r in steps]
+            rows += [w * query @ start.maps[h].T @ r.T for w, r in steps[h]]
+            targets += [w * query @ r.T @ factors.right[h] for w, r in steps[h]]
     shared = torch.linalg.lstsq(torch.cat(rows), torch.cat(targets)).solution
     torch.testing.assert_close(basis @ stacked, shared)
 
