@@ -8,8 +8,11 @@ import click
 import pytest
 import yaml
 
+from eagle3pack.documents import require_valid
 from examples.quickstart import run as quickstart
 from tests.cli import command
+from tests.publish import inputs
+from tests.tiny import write_draft
 from tools import document_transcript
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -63,6 +66,16 @@ def test_the_readme_shows_steps_of_the_quickstart() -> None:
     steps = [shlex.split(step) for step in quickstart.commands()]
     shown = [shlex.split(command.replace("\\\n", "")) for command, _ in document_transcript.steps(block)]
     assert [step for step in steps if step in shown] == shown
+
+
+def test_the_quickstart_ends_with_what_its_reports_say(tmp_path: Path) -> None:
+    draft = write_draft(tmp_path / "draft")
+    for method, retention in (("mean", 0.421), ("als", 0.991)):
+        report = inputs.report(draft)
+        report["smoke"]["runs"] = [inputs.run(against=inputs.run(), retention=retention)]
+        inputs.write_report(tmp_path / f"report-{method}.json", report)
+        require_valid(report, "report", where=method)
+    assert "\n  mean  0.421\n  als   0.991\n" in quickstart.summary(tmp_path)
 
 
 PRINTED = ["merging", "  kept   83.6% of 12 ▍", "digest " + "a1" * 32, "  position 1  0.148", "passed"]

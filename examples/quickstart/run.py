@@ -49,16 +49,23 @@ def run(command: str) -> None:
         sys.exit(code)
 
 
+def summary(out: Path) -> str:
+    """What the reports say of the methods."""
+    lines = ["Of the accepted draft tokens, a converted draft keeps, before any retraining:"]
+    for method in METHODS:
+        report = json.loads((out / f"report-{method}.json").read_text("utf-8"))
+        lines.append(f"  {method:6}{report['smoke']['runs'][0]['retention']:.3f}")
+    return "\n".join(
+        [*lines, f"The drafts, their records (eagle3pack.json), reports and cards are in {out}."]
+    )
+
+
 def main() -> None:
     """The whole quickstart."""
     os.chdir(ROOT)
     for command in commands():
         run(command)
-    print("\nOf the accepted draft tokens, a converted draft keeps, before any retraining:")
-    for method in METHODS:
-        report = json.loads(Path(f"out/quickstart/report-{method}.json").read_text("utf-8"))
-        print(f"  {method:6}{report['smoke']['runs'][0]['against']['retention']:.3f}")
-    print("The drafts, their records (eagle3pack.json), reports and model cards are in out/quickstart.")
+    print(f"\n{summary(Path('out/quickstart'))}")
 
 
 if __name__ == "__main__":
