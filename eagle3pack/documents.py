@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -119,8 +120,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object(read_file(path, most=MAX_JSON_BYTES), where=str(path))
 
 
-def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
+def parse_json_object(data: bytes, *, where: str, finite: bool = False) -> dict[str, Any]:
     """Parse bytes that must be one JSON object in UTF-8, every key once.
+
+    Args:
+        data: the bytes.
+        where: they are from.
+        finite: refuse NaN and Infinity. RFC 8259 has neither, but Python writes them, and configs of
+            hybrid targets hold them (time_step_limit).
 
     Raises:
         InputError: they are not.
@@ -132,7 +139,10 @@ def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
             hint="Run `git lfs pull` in that repository.",
         )
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+        number = _finite if finite else float
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=number, parse_float=number
+        )
     except UnicodeDecodeError as error:
         raise InputError(f"is not UTF-8 text (byte {error.start})", where=where) from None
     except RecursionError:
@@ -151,6 +161,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {twice!r} stands twice in one object")
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number that JSON can hold")
+    return number
 
 
 def describe(value: object) -> str:

@@ -165,7 +165,7 @@ def parse_header(text: bytes, file_bytes: int, path: Path) -> Header:
     where = f"{path} (header)"
     if not text.startswith(b"{"):
         raise InputError("does not begin with `{` as a safetensors header must", where=where)
-    raw = parse_json_object(text, where=where)
+    raw = parse_json_object(text, where=where, finite=True)
     metadata = _parse_metadata(raw.pop("__metadata__", None), where)
     data_start = _LENGTH.size + len(text)
     entries = [_parse_entry(name, value, path, data_start) for name, value in raw.items()]

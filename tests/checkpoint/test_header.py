@@ -103,6 +103,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "JSON of the wrong encoding": (assemble(b'{"\xff":{}}'), "not UTF-8"),
     "JSON nested beyond reason": (assemble(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "nested too deeply"),
     "a number beyond reason": (assemble(b'{"a":' + b"9" * 10_000 + b"}"), "not valid JSON"),
+    "an infinity": (assemble(b'{"a":Infinity}'), "Infinity is no number"),
+    "a number that is infinite": (assemble(b'{"a":1e999}'), "1e999 is no number"),
     "half a surrogate pair in a name": (assemble({"\ud800": U8}, b"ab"), "no valid Unicode"),
     "a name twice": (
         assemble(b'{"a":%s,"a":%s}' % ((json.dumps(U8).encode(),) * 2), b"ab"),

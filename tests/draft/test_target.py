@@ -92,6 +92,11 @@ def test_a_missing_size_is_named(key: str) -> None:
         parse(**{key: None})
 
 
+def test_the_infinity_of_hybrid_targets_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(target_config(time_step_limit=[0.0, float("inf")])))
+    assert read_target(tmp_path).hidden_size == 64
+
+
 def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(target_config()))
