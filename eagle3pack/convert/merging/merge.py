@@ -121,7 +121,7 @@ def merge(
     _require_fits(weights, rope, options, metric, moments)
     plan = plan_merge(weights, rope, options)
     metric = metric.augmented() if has_biases(weights) else metric
-    positions = _positions(rope, options, moments, weights.queries_per_head)
+    positions = positions_of(rope, options, moments, weights.queries_per_head)
     groups = _groups(weights, rope, options, metric)
     result = empty_result(weights, options.num_key_value_heads)
     growth = 0.0
@@ -251,7 +251,7 @@ def _require_fits(
         raise UsageError(f"ridge runs the attention, and {rope.unknown}", where="refit of o_proj")
 
 
-def _positions(
+def positions_of(
     rope: RopeSpec, options: MergeOptions, moments: Moments | None, queries_per_head: int
 ) -> Positions:
     """What distances keys are compared over; measured ones by source head."""

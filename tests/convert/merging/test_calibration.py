@@ -68,10 +68,11 @@ def calibration(seed: int = 0, tokens: int = 40) -> Calibration:
         steps = torch.zeros_like(positions)
         return Stretch(embeds, hidden, positions, steps, held_out, token_ids, positions >= 2)
 
-    mass = torch.rand(3 + seed, generator=generator, dtype=torch.float64)
+    mass = torch.rand(4, 3 + seed, generator=generator, dtype=torch.float64)
     stretches = (stretch(4, True), stretch(5, False))
     moment = x.T @ x / tokens
-    return Calibration(document(tokens), (moment + moment.T) / 2, x.mean(0), mass / mass.sum(), stretches)
+    mass = mass / mass.sum(1, keepdim=True)
+    return Calibration(document(tokens), (moment + moment.T) / 2, x.mean(0), mass, stretches)
 
 
 def test_the_document_of_these_tests_holds_the_schema() -> None:
@@ -134,13 +135,28 @@ def test_moments_norm_the_hidden_half_and_keep_held_out_texts_apart() -> None:
     assert residual is not None and torch.equal(residual, train.x[:, H:])
 
 
+def test_a_file_with_one_mass_for_all_heads_is_read_and_merged(tmp_path: Path) -> None:
+    new, alike = calibration(0, 40), torch.tensor([0.25, 0.75], dtype=torch.float64)
+    write_calibration(replace(new, distance_mass=alike), tmp_path / "c.safetensors")
+    old = read_calibration(tmp_path / "c.safetensors")
+    assert old.distance_mass is not None and torch.equal(old.distance_mass, alike)
+    both = merge_calibrations([old, new]).distance_mass
+    assert both is not None and new.distance_mass is not None
+    expected = (torch.nn.functional.pad(alike, (0, 1)) + new.distance_mass) / 2
+    torch.testing.assert_close(both, expected)
+
+
 def test_merged_calibrations_weigh_tokens() -> None:
     one, other = calibration(0, 40), calibration(1, 120)
     both = merge_calibrations([one, other])
     torch.testing.assert_close(both.second_moment, 0.25 * one.second_moment + 0.75 * other.second_moment)
     torch.testing.assert_close(both.mean, 0.25 * one.mean + 0.75 * other.mean)
-    assert both.distance_mass is not None and len(both.distance_mass) == 4
-    assert float(both.distance_mass.sum()) == pytest.approx(1)
+    assert both.distance_mass is not None and both.distance_mass.shape == (4, 4)
+    assert both.distance_mass.sum(1).tolist() == pytest.approx([1] * 4)
+    assert one.distance_mass is not None and other.distance_mass is not None
+    torch.testing.assert_close(
+        both.distance_mass[:, 3], 0.75 * other.distance_mass[:, 3]
+    )  # that far, only one of them looks
     assert both.document["tokens"]["moments"] == 160 and both.document["tokens"]["by_step"] == [160, 6]
     assert len(both.stretches) == 4 and len(both.document["prompts"]) == 2
     assert schema_problems(both.document, "calibration") == []
@@ -175,6 +191,7 @@ def test_calibrations_of_different_models_do_not_mix(key: str) -> None:
         ("lengths", torch.tensor([-1, 10]), "add up"),
         ("distance_mass", torch.zeros(3, dtype=torch.float64), "no distribution"),
         ("distance_mass", torch.ones(3, 1, dtype=torch.float64), "expected F64"),
+        ("distance_mass", torch.eye(4, 3, dtype=torch.float64), "no distribution"),
         (METADATA_KEY, "{}", "required"),
         (METADATA_KEY, "[", "not valid JSON"),
         (METADATA_KEY, None, "no calibration"),

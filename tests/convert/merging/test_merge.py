@@ -16,10 +16,12 @@ from eagle3pack.convert.merging.merge import (
     mean_pooled,
     merge,
     plan_merge,
+    positions_of,
     solve_keys,
     solve_values,
 )
 from eagle3pack.convert.merging.metrics import IDENTITY, Metric
+from eagle3pack.convert.merging.moments import Moments
 from eagle3pack.convert.merging.rotary import RopeSpec, at_distances, distance_prior
 from eagle3pack.errors import InputError, UsageError
 from tests.convert.merging.planted import (
@@ -312,3 +314,23 @@ def test_mean_pooling_needs_no_problem(biases: bool) -> None:
     expected = merge(source, rope(), options(2, "mean", grouping=groups)).weights
     found = mean_pooled(source, rope(), groups)
     assert all(torch.equal(x, found.tensors()[name]) for name, x in expected.tensors().items())
+
+
+def test_every_source_head_is_compared_over_the_distances_of_its_queries() -> None:
+    source, spec = layer(32, num_heads=4, num_kv=2), rope()
+    mass = torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(33))
+    mass = mass / mass.sum(1, keepdim=True)
+    metric = random_metric(34)
+    assert metric.second_moment is not None and metric.mean is not None
+    moments = Moments(metric.second_moment, metric.mean, mass)
+    found = positions_of(spec, options(1, "als"), moments, source.queries_per_head)
+    prior = distance_prior(16) / distance_prior(16).sum()
+    for head in range(2):
+        own = 0.1 * prior
+        own[:5] += 0.9 * mass[2 * head : 2 * head + 2].mean(0)
+        torch.testing.assert_close(found.of([head]).linear[0], at_distances(spec, own).linear)
+    both = merge(source, spec, options(1, "als"), metric, moments).report
+    alike = merge(
+        source, spec, options(1, "als"), metric, replace(moments, distance_mass=mass.mean(0))
+    ).report
+    assert both.result.kept_keys != alike.result.kept_keys
