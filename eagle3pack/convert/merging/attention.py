@@ -223,7 +223,8 @@ def attention_forward(
     Args:
         weights: of the layer.
         rope: with frequencies.
-        x: the attention input of one sequence, shape (T, In), dtype of the weights.
+        x: the attention input of one sequence, shape (T, In); weights of another dtype are converted one
+            matrix at a time, which saves memory and costs time.
         positions: integer, shape (T,); 0, 1, ... by default.
         visible: whether query t sees key s, bool, shape (T, T); causal by default.
         eps: of the norms on queries and keys.
@@ -253,7 +254,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Te
 
 def project_output(weights: AttentionWeights, heads: Tensor) -> Tensor:
     """o_proj, from (N, T, D) to (T, H)."""
-    output = heads.transpose(0, 1).flatten(1) @ weights.o.flatten(1).T
+    output = heads.transpose(0, 1).flatten(1) @ weights.o.flatten(1).to(heads.dtype).T
     return output if weights.o_bias is None else output + weights.o_bias
 
 
@@ -269,8 +270,8 @@ def _queries_and_keys(
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """All heads in one product, (N, T, D)."""
-    heads = (x @ weight.flatten(0, 1).T).reshape(len(x), *weight.shape[:2]).transpose(0, 1)
+    """All heads in one product, (N, T, D), in the precision of x."""
+    heads = (x @ weight.flatten(0, 1).to(x.dtype).T).reshape(len(x), *weight.shape[:2]).transpose(0, 1)
     return heads if bias is None else heads + bias[:, None]
 
 

@@ -136,27 +136,25 @@ def compare(
         rope: with frequencies.
         query_order: the source's query head at every place of the merged layer.
         samples: at least one.
-        rest: loads what follows in the draft, once the layers have run: both are large. Samples then
-            need residuals and steps.
+        rest: loads what follows in the draft, once the layers have run: it is large. Samples then need
+            residuals and steps.
     """
     tokens = sum(len(sample.positions) for sample in samples)
     stride = -(-tokens // MOST_LOGITS)
     divergence = lost = there = 0.0
     kept: list[tuple[Tensor, Tensor]] = []  # both outputs, at every `stride`-th position
-    layers = source.to(torch.float32), merged.to(torch.float32)
     bias = 0 if source.o_bias is None else source.o_bias.float()
     for sample in samples:
         x = sample.x.float()
-        ours, theirs = (project(layer, rope, x, sample.positions) for layer in layers)
+        ours, theirs = (project(layer, rope, x, sample.positions) for layer in (source, merged))
         divergence += _divergence(ours, theirs, query_order, _visible(sample))
         y, other = (
             project_output(layer, attend(*heads, sample.visible))
-            for layer, heads in zip(layers, (ours, theirs), strict=True)
+            for layer, heads in ((source, ours), (merged, theirs))
         )
         lost += _energy(other - y)
         there += _energy(y - bias)
         kept.append((y[::stride], other[::stride]))
-    del layers
     following = rest()
     logits_kl, same = (None, None) if following is None else _logits(following, samples, kept, stride)
     return Fidelity(tokens, lost / there if there else 0.0, divergence / tokens, logits_kl, same)

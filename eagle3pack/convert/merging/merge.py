@@ -138,6 +138,7 @@ def merge(
         mean_keys.append(measure(*_after_norms(keys, methods.mean(keys), weights, rope), by_pair=True))
         merged_values.append(measure(values, value_solution, by_pair=False))
         mean_values.append(measure(values, methods.mean(values), by_pair=False))
+        del rows, keys, values  # none of it is wanted while activations are in memory
     report = MergeReport(
         method=options.method,
         keys_by=plan.keys_by,

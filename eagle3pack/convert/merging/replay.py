@@ -112,7 +112,6 @@ class Replay:
         A round counts if the answer goes on for all its k proposals. It does not where it is cut off, so
         that the last rounds of the engine are missing, whatever became of them.
         """
-        attention = attention.to(torch.float32)
         return tuple(self._count(self._accepted(attention, text)) for text in self.texts)
 
     def _accepted(self, attention: AttentionWeights, text: Text) -> list[int | None]:

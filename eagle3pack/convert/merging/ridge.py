@@ -56,8 +56,9 @@ def second_moments(blocks: Iterable[Outputs]) -> tuple[Tensor, Tensor]:
             heads = torch.zeros(width, width, dtype=torch.float64)
             across = torch.zeros(y.shape[1], width, dtype=torch.float64)
         for start in range(0, width, _COLUMNS):  # z z' is symmetric: what lies on and below the diagonal
-            heads[start:, start : start + _COLUMNS] += z[:, start:].T @ z[:, start : start + _COLUMNS]
-        across += y.T @ z
+            end = start + _COLUMNS
+            heads[start:, start:end] += z[:, start:].T @ z[:, start:end]
+            across[:, start:end] += y.T @ z[:, start:end]
     for start in range(0, len(heads), _COLUMNS):
         end = start + _COLUMNS
         heads[start:end, end:] = heads[end:, start:end].T
@@ -117,12 +118,12 @@ def refit_output(
     if not held_out:
         held_out = samples[::HELD_OUT]
         train = [sample for i, sample in enumerate(samples) if i % HELD_OUT] or held_out
-    start, head_dim = merged.o.double().flatten(1), merged.head_dim
     work = working_dtype(source)
-    source, merged = source.to(work), merged.to(work)
-    check = list(outputs(source, merged, rope, held_out))
-    moments = second_moments(outputs(source, merged, rope, train))
-    del source, merged  # copies in working precision, and the systems below are large
+    layers = source.to(work), merged.to(work)
+    check = list(outputs(*layers, rope, held_out))
+    moments = second_moments(outputs(*layers, rope, train))
+    del layers  # they are large, and so are the systems below
+    start = merged.o.double().flatten(1)
     best, chosen = start, None
     before = error = relative_error(start, check)
     for penalty in PENALTIES:
@@ -131,4 +132,4 @@ def refit_output(
         if reached < error:
             best, chosen, error = o, penalty, reached
     tokens = sum(len(sample.positions) for sample in train)
-    return best.reshape(len(best), -1, head_dim), RidgeReport(chosen, tokens, before, error)
+    return best.reshape(merged.o.shape), RidgeReport(chosen, tokens, before, error)
