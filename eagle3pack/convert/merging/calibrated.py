@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from eagle3pack.convert.merging.fidelity import (
 )
 from eagle3pack.convert.merging.merge import Merged, MergeOptions, mean_pooled, merge
 from eagle3pack.convert.merging.metrics import Metric
-from eagle3pack.convert.merging.moments import Moments, Sample
+from eagle3pack.convert.merging.moments import Moments, spread
 from eagle3pack.convert.merging.replay import Replay
 from eagle3pack.convert.merging.rotary import RopeSpec
 from eagle3pack.errors import UsageError
@@ -77,7 +77,7 @@ def merge_judged(
     Raises:
         UsageError: the calibration holds no activations.
     """
-    held_out = _spread(moments.held_out or moments.samples)
+    held_out = spread(moments.held_out or moments.samples, MOST_JUDGED)
     if not held_out:
         raise UsageError("it holds no activations", where="calibration")
     tried = [options]
@@ -106,9 +106,3 @@ def merge_judged(
             None if train is None else replaying.counters(result.weights),
         )
     return Judged(result, fidelity, mean_error, errors, acceptance)
-
-
-def _spread(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Evenly chosen texts with about `MOST_JUDGED` activations."""
-    stride = -(-sum(len(sample.x) for sample in samples) // MOST_JUDGED)
-    return samples[:: max(stride, 1)]

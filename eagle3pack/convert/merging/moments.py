@@ -59,3 +59,9 @@ class Moments:
         """
         shrinkage = 0.1 if self.num_tokens < 10 * len(self.second_moment) else 0.0
         return Metric("calibration", self.second_moment, self.mean, shrinkage)
+
+
+def spread(samples: Sequence[Sample], most: int) -> Sequence[Sample]:
+    """Evenly chosen samples with about `most` activations."""
+    stride = -(-sum(len(sample.positions) for sample in samples) // most)
+    return samples[:: max(stride, 1)]

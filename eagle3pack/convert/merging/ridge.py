@@ -14,11 +14,12 @@ from torch import Tensor
 
 from eagle3pack.convert.merging.attention import AttentionWeights, attention_forward, attention_heads
 from eagle3pack.convert.merging.layer import working_dtype
-from eagle3pack.convert.merging.moments import Sample
+from eagle3pack.convert.merging.moments import Sample, spread
 from eagle3pack.convert.merging.report import RidgeReport
 from eagle3pack.convert.merging.rotary import RopeSpec
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
+MOST_CHECKED = 8192  # activations that choose among the penalties: their outputs are kept
 HELD_OUT = 10  # every tenth sample chooses the penalty, where none were kept apart
 _TOKENS = 2048  # in a product over tokens, or a text more
 _COLUMNS = 512  # of z z' at a time
@@ -120,7 +121,7 @@ def refit_output(
         train = [sample for i, sample in enumerate(samples) if i % HELD_OUT] or held_out
     work = working_dtype(source)
     layers = source.to(work), merged.to(work)
-    check = list(outputs(*layers, rope, held_out))
+    check = list(outputs(*layers, rope, spread(held_out, MOST_CHECKED)))
     moments = second_moments(outputs(*layers, rope, train))
     del layers  # they are large, and so are the systems below
     start = merged.o.double().flatten(1)
