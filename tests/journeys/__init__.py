@@ -11,6 +11,7 @@
 | a killed run | tests/convert/test_broken_input, tests/publish/test_faults |
 | nothing read but --help | test_help |
 | the README alone | tests/integration/test_transcript, tests/test_examples, tools/wheel_test.sh |
+| another Python | the suite itself, run with each that pyproject names |
 | options that contradict each other | tests/convert/test_broken_input, tests/verify/smoke/test_request, tests/publish/test_options |
 | broken files | tests/convert/test_broken_input, tests/verify/test_fuzz, tests/publish/test_folder |
 """
