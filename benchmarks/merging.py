@@ -145,8 +145,9 @@ def synthetic_calibration(draft: Path, shape: dict[str, int], tokens: int, lengt
             "by_step": [tokens],
         },
     }
-    mass = 1 / (1 + torch.arange(length, dtype=torch.float64))
-    return Calibration(document, x.T @ x / len(x), x.mean(0), mass / mass.sum(), tuple(stretches))
+    mass = (1 / (1 + torch.arange(length, dtype=torch.float64))).repeat(heads, 1)
+    mass = mass / mass.sum(1, keepdim=True)
+    return Calibration(document, x.T @ x / len(x), x.mean(0), mass, tuple(stretches))
 
 
 def main() -> None:
