@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,11 @@ def test_without_what_a_replay_needs_the_accepted_length_is_left_out_and_why(
     tensors = draft_tensors(native_config(), dtype="F32")
     del tensors["embed_tokens.weight"]
     stripped = write_draft(tmp_path / "stripped", tensors=tensors, dtype="F32")
-    without = convert(stripped, tmp_path / "gqa", calibration=file, **options)
-    assert any("left out: the draft shares the target's" in warning for warning in without.warnings)
+    (tmp_path / "config-only").mkdir()
+    shutil.copy(target / "config.json", tmp_path / "config-only")
+    for nothing in (None, str(tmp_path / "config-only")):
+        without = convert(stripped, tmp_path / "gqa", calibration=file, target=nothing, **options)
+        assert any("left out: the draft shares the target's" in warning for warning in without.warnings)
     found = convert(stripped, tmp_path / "gqa", calibration=file, target=str(target), **options)
     assert found.quality["accepted_length"] >= 1 and found.quality["accepted_texts"] == 4
     assert "accepted length" in found.as_text() and "accepted by position" in found.as_text()
