@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import importlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
