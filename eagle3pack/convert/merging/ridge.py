@@ -74,12 +74,15 @@ def ridge(heads: Tensor, across: Tensor, start: Tensor, penalty: float) -> Tenso
 
     Args:
         heads, across: z z' and y z', of `second_moments`.
-        start: (H, N D), float64, as the result.
+        start: (H, N D), of any precision.
         penalty: positive.
+
+    Returns:
+        Shape (H, N D), float64.
     """
     floor = penalty * heads.diagonal().mean()
     if not floor > 0:
-        return start
+        return start.double()
     factor = heads.clone()
     factor.diagonal().add_(floor)
     factor = torch.linalg.cholesky(factor)
@@ -124,11 +127,11 @@ def refit_output(
     check = list(outputs(*layers, rope, spread(held_out, MOST_CHECKED)))
     moments = second_moments(outputs(*layers, rope, train))
     del layers  # they are large, and so are the systems below
-    start = merged.o.double().flatten(1)
+    start = merged.o.flatten(1)
     best, chosen = start, None
     before = error = relative_error(start, check)
     for penalty in PENALTIES:
-        o = ridge(*moments, start, penalty)
+        o = ridge(*moments, start, penalty).to(work)
         reached = relative_error(o, check)
         if reached < error:
             best, chosen, error = o, penalty, reached
