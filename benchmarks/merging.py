@@ -176,7 +176,7 @@ def main() -> None:
     options = command.ConvertOptions(
         num_kv_heads=4,
         method="als",
-        calibration=file,
+        calibration=(file,),
         refit_output=arguments.refit,
         grouping=arguments.grouping,
         dry_run=True,

@@ -41,12 +41,6 @@ def say(text: str = "") -> None:
         click.echo(text, err=True)
 
 
-def detail(text: str) -> None:
-    """Tell what only --verbose shows."""
-    if _verbosity >= 1:
-        click.echo(text, err=True)
-
-
 def warn(text: str) -> None:
     """Tell what the user should not overlook."""
     if _verbosity >= 0:

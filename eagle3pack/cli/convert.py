@@ -84,7 +84,8 @@ from eagle3pack.cli.options import ByteSize, FilePath, GroupedCommand, common_op
         "--calibration",
         type=FilePath(),
         metavar="FILE",
-        help="Use what --save-calibration kept, on any machine.",
+        multiple=True,
+        help="Use what --save-calibration kept, on any machine; repeatable: several are put together.",
     ),
     click.option(
         "--heal",

@@ -38,7 +38,7 @@ class CalibrationOptions:
     """Of the command line.
 
     Attributes:
-        file: a calibration that was made before.
+        files: calibrations that were made before, to be put together.
         prompts: to calibrate with: a file, or "shipped".
         endpoint: a server that answers the prompts.
         features: a folder of hidden-state files to calibrate from.
@@ -47,7 +47,7 @@ class CalibrationOptions:
         target: as on the command line.
     """
 
-    file: Path | None = None
+    files: tuple[Path, ...] = ()
     prompts: str | None = None
     endpoint: str | None = None
     features: Path | None = None
@@ -59,7 +59,7 @@ class CalibrationOptions:
     def where(self) -> str:
         """The option that a calibration comes from; empty where none is asked for."""
         given = {
-            "--calibration": self.file,
+            "--calibration": self.files or None,
             "--calibrate-with": self.prompts,
             "--calibrate-from": self.features,
         }
@@ -81,7 +81,7 @@ class CalibrationOptions:
         Raises:
             UsageError: of them.
         """
-        if (self.file is not None) + (self.prompts is not None) + (self.features is not None) > 1:
+        if bool(self.files) + (self.prompts is not None) + (self.features is not None) > 1:
             raise UsageError("give either a file or what to make one with, not both", where=self.where)
         for option, value in (("--save-calibration", self.save), ("--calibration-tokens", self.tokens)):
             if value is not None and not self.made:
@@ -138,12 +138,20 @@ def find_calibration(
             where=where,
             hint="Convert it without calibration.",
         )
-    if options.file is None:
+    if not options.files:
         return _made(options, plan, source, say, progress)
-    from eagle3pack.convert.merging.calibration import attention_digest, read_calibration, require_same_draft
+    from eagle3pack.convert.merging.calibration import (
+        attention_digest,
+        merge_calibrations,
+        read_calibration,
+        require_same_draft,
+    )
 
-    calibration = read_calibration(options.file)
-    require_same_draft(calibration, plan.before, attention_digest(plan.sources), where=str(options.file))
+    calibrations = [read_calibration(path) for path in options.files]
+    digest = attention_digest(plan.sources)
+    for path, calibration in zip(options.files, calibrations, strict=True):
+        require_same_draft(calibration, plan.before, digest, where=str(path))
+    calibration = merge_calibrations(calibrations)
     _tell(calibration, plan, say)
     return calibration
 

@@ -62,7 +62,7 @@ class ConvertOptions:
     refit_output: RefitName | None = None
     grouping: str = "contiguous"
     max_distance: int | None = None
-    calibration: Path | None = None
+    calibration: tuple[Path, ...] = ()
     calibrate_with: str | None = None
     endpoint: str | None = None
     calibrate_from: Path | None = None
@@ -196,7 +196,7 @@ def _require_options_that_count(options: ConvertOptions) -> None:
 def _calibration_options(options: ConvertOptions) -> CalibrationOptions:
     """Where a calibration comes from; refuses what contradicts itself or needs one."""
     found = CalibrationOptions(
-        file=options.calibration,
+        files=options.calibration,
         prompts=options.calibrate_with,
         endpoint=options.endpoint,
         features=options.calibrate_from,

@@ -104,10 +104,6 @@ class TargetSpec:
         """Its layers do not all keep the same kind of KV cache."""
         return len(self.attention_kinds) > 1
 
-    def key_value_heads_per_rank(self, tensor_parallel_size: int) -> int:
-        """Key/value heads that one rank keeps; replicated where there are fewer heads than ranks."""
-        return max(1, self.num_key_value_heads // tensor_parallel_size)
-
 
 def default_aux_layer_ids(num_hidden_layers: int) -> tuple[int, int, int]:
     """The auxiliary layers that engines take where a draft's config is silent.

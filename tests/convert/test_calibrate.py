@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,18 @@ def test_the_record_tells_what_was_calibrated_with_and_held_out_errors(
     assert len(held_out["same_token"]) == 3 and held_out["logits_kl"] > 0
 
 
+def test_several_files_are_put_together(calibrated: Path, source: Path, tmp_path: Path) -> None:
+    file, other = calibrated / "c.safetensors", tmp_path / "other.safetensors"
+    made = read_calibration(file)
+    convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=(file, file))
+    about = record(tmp_path / "gqa")["method"]["parameters"]["calibration"]
+    assert about["tokens"]["moments"] == 2 * made.document["tokens"]["moments"]
+    assert len(about["prompts"]) == 2
+    write_calibration(replace(made, document={**made.document, "target": {"id": "another"}}), other)
+    with pytest.raises(InputError, match=r"different targets: .* and another"):
+        convert(source, tmp_path / "two", num_kv_heads=2, method="als", calibration=(file, other))
+
+
 def test_the_record_tells_what_each_stage_has_accepted_of_held_out_texts(calibrated: Path) -> None:
     acceptance = record(calibrated / "gqa")["layers"][0]["held_out"]["acceptance"]
     assert acceptance["num_texts"] == 4 and acceptance["healed"] is None  # two conversations of two turns
@@ -117,14 +130,12 @@ def test_the_record_tells_what_each_stage_has_accepted_of_held_out_texts(calibra
 def test_without_what_a_replay_needs_the_accepted_length_is_left_out_and_why(
     calibrated: Path, target: Path, source: Path, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
     file, old = calibrated / "c.safetensors", tmp_path / "old.safetensors"
     made = read_calibration(file)
     bare = tuple(replace(stretch, token_ids=None, answer=None) for stretch in made.stretches)
     write_calibration(replace(made, stretches=bare), old)
     options = {"num_kv_heads": 2, "method": "svd", "dry_run": True}
-    without = convert(source, tmp_path / "gqa", calibration=old, **options)
+    without = convert(source, tmp_path / "gqa", calibration=(old,), **options)
     assert "accepted_length" not in without.quality and "same_token_at_step_0" in without.quality
     assert any("accepted length left out: the calibration is of an earlier" in w for w in without.warnings)
 
@@ -135,9 +146,9 @@ def test_without_what_a_replay_needs_the_accepted_length_is_left_out_and_why(
     (tmp_path / "config-only").mkdir()
     shutil.copy(target / "config.json", tmp_path / "config-only")
     for nothing in (None, str(tmp_path / "config-only")):
-        without = convert(stripped, tmp_path / "gqa", calibration=file, target=nothing, **options)
+        without = convert(stripped, tmp_path / "gqa", calibration=(file,), target=nothing, **options)
         assert any("left out: the draft shares the target's" in warning for warning in without.warnings)
-    found = convert(stripped, tmp_path / "gqa", calibration=file, target=str(target), **options)
+    found = convert(stripped, tmp_path / "gqa", calibration=(file,), target=str(target), **options)
     assert found.quality["accepted_length"] >= 1 and found.quality["accepted_texts"] == 4
     assert "accepted length" in found.as_text() and "accepted by position" in found.as_text()
 
@@ -149,7 +160,7 @@ def test_a_kept_calibration_gives_the_same_draft_elsewhere(
     assert (read_calibration(file).document) == record(calibrated / "gqa")["method"]["parameters"][
         "calibration"
     ]
-    convert(source, tmp_path / "one", num_kv_heads=2, method="als", calibration=file, grouping="auto")
+    convert(source, tmp_path / "one", num_kv_heads=2, method="als", calibration=(file,), grouping="auto")
     before, after = load(calibrated / "gqa"), load(tmp_path / "one")
     for name in before:
         torch.testing.assert_close(after[name].float(), before[name].float(), rtol=1e-4, atol=1e-5)
@@ -163,7 +174,7 @@ def test_a_dry_run_says_how_the_result_does_on_held_out_activations(
         tmp_path / "gqa",
         num_kv_heads=2,
         method="svd",
-        calibration=calibrated / "c.safetensors",
+        calibration=(calibrated / "c.safetensors",),
         dry_run=True,
     )
     assert 0 < summary.quality["output_error"] < summary.quality["output_error_by_mean"]
@@ -181,7 +192,7 @@ def test_what_was_asked_for_wins_over_the_defaults(
         method="procrustes",
         metric="norm",
         refit_output=refit,
-        calibration=calibrated / "c.safetensors",
+        calibration=(calibrated / "c.safetensors",),
     )
     merging = record(tmp_path / "gqa")["layers"][0]["merging"]
     assert (merging["metric"], merging["refit_output"]) == ("norm", refit)
@@ -191,16 +202,18 @@ def test_a_calibration_of_other_weights_or_another_shape_is_refused(calibrated: 
     file = calibrated / "c.safetensors"
     twin = write_draft(tmp_path / "twin", dtype="F32", seed=1)
     with pytest.raises(InputError, match="another draft"):
-        convert(twin, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=file)
+        convert(twin, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=(file,))
     wide = write_draft(tmp_path / "wide", native_config(num_attention_heads=16, num_key_value_heads=16))
     with pytest.raises(InputError, match="num_attention_heads is 8, this one has 16"):
-        convert(wide, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=file)
+        convert(wide, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=(file,))
     assert not (tmp_path / "gqa").exists()
 
 
 def test_other_names_and_layouts_do_not_make_another_draft(calibrated: Path, tmp_path: Path) -> None:
     again = write_draft(tmp_path / "again", dtype="F32", prefix="layers.0.", shards=2)
-    convert(again, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=calibrated / "c.safetensors")
+    convert(
+        again, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=(calibrated / "c.safetensors",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,12 +239,12 @@ def test_pooling_copies_and_several_layers_have_no_use_for_it(calibrated: Path, 
     file = calibrated / "c.safetensors"
     source = write_draft(tmp_path / "mha")
     with pytest.raises(UsageError, match="mean looks at no activations"):
-        convert(source, tmp_path / "gqa", num_kv_heads=2, calibration=file)
+        convert(source, tmp_path / "gqa", num_kv_heads=2, calibration=(file,))
     with pytest.raises(UsageError, match="already"):
-        convert(source, tmp_path / "gqa", num_kv_heads=8, method="als", calibration=file)
+        convert(source, tmp_path / "gqa", num_kv_heads=8, method="als", calibration=(file,))
     deep = write_draft(tmp_path / "deep", native_config(num_hidden_layers=2))
     with pytest.raises(UsageError, match="what the first layer reads"):
-        convert(deep, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=file)
+        convert(deep, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=(file,))
 
 
 def test_a_broken_file_is_one_clear_error_on_the_command_line(
@@ -264,7 +277,7 @@ def test_without_activations_the_closed_form_is_what_can_be_had(
     bare = tmp_path / "bare.safetensors"
     write_calibration(replace(read_calibration(calibrated / "c.safetensors"), stretches=()), bare)
     with pytest.raises(UsageError, match="no activations"):
-        convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=bare)
+        convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=(bare,))
 
 
 @pytest.mark.parametrize("method", ["mean", "als"])
@@ -310,7 +323,7 @@ def test_a_dry_run_does_not_train(calibrated: Path, source: Path, tmp_path: Path
         tmp_path / "gqa",
         num_kv_heads=2,
         method="als",
-        calibration=calibrated / "c.safetensors",
+        calibration=(calibrated / "c.safetensors",),
         heal=6,
         heal_state=state,
         dry_run=True,

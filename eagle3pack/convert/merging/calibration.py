@@ -355,13 +355,16 @@ def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
     Raises:
         InputError: they were made for different drafts or targets.
     """
-    first = calibrations[0]
+    first, *others = calibrations
+    if not others:
+        return first
     documents = [calibration.document for calibration in calibrations]
     for document in documents[1:]:
         if document["draft"]["attention_sha256"] != first.document["draft"]["attention_sha256"]:
-            raise InputError("these calibrations were made for different drafts")
+            raise InputError("they were made for different drafts", where="--calibration")
         if document["target"] != first.document["target"]:
-            raise InputError("these calibrations were made with different targets")
+            names = " and ".join(str(d["target"]["id"]) for d in (first.document, document))
+            raise InputError(f"they were made with different targets: {names}", where="--calibration")
     by_step = [document["tokens"]["by_step"] for document in documents]
     tokens = {
         key: sum(document["tokens"][key] for document in documents)
