@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from eagle3pack import __version__
 from eagle3pack.convert.plan import Plan
 from eagle3pack.convert.record import timestamp
+from eagle3pack.engine.endpoint import server_url
 from eagle3pack.errors import InputError, UsageError
 from eagle3pack.sources import Location, Source, parse_location, resolve_source
 
@@ -94,6 +95,8 @@ class CalibrationOptions:
             raise UsageError(f"{self.features} is no folder", where="--calibrate-from")
         if self.endpoint is not None and self.prompts is None:
             raise UsageError("answers prompts", where="--endpoint", hint="Give --calibrate-with.")
+        if self.endpoint is not None:
+            server_url(self.endpoint)
         if self.prompts is not None and self.target is None and self.endpoint is None:
             raise UsageError(
                 "needs the target's weights, or a server that has them",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from eagle3pack.errors import UsageError
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import httpx
 
 API_KEY_VARIABLE = "VLLM_API_KEY"  # the name that `vllm serve` itself reads
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0  # also for answers that cost a server nothing, such as its list of models
+NO_SERVER_HINT = "Is this vLLM, or another OpenAI-style server, and the URL its root?"
 
 
 def server_url(text: str) -> str:
@@ -24,8 +25,12 @@ def server_url(text: str) -> str:
     Raises:
         UsageError: not an http(s) URL, or one with a password in it, which reports would show.
     """
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(text)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half an IPv6 address
+        fits = False
+    if not fits:
         raise UsageError("must be a URL such as http://host:8000", where=f"--endpoint {text}")
     if parts.username or parts.password:
         raise UsageError(
@@ -47,12 +52,27 @@ def trusts_proxies(url: str) -> bool:
     return "//127.0.0.1" not in url and "//localhost" not in url
 
 
+def json_of(response: httpx.Response) -> Any:
+    """What an answer holds.
+
+    Raises:
+        ValueError: no JSON, or JSON that is nested beyond all sense.
+    """
+    try:
+        return response.json()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def in_brief(response: httpx.Response) -> str:
     """Status and message of an error answer, in one line."""
+    message = None
     try:
-        body = response.json()
+        body = json_of(response)
         error = body.get("error", body)
-        message = error.get("message", "") if isinstance(error, dict) else str(error)
+        message = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError):
-        message = response.text
-    return f"HTTP {response.status_code}: {' '.join(str(message).split())[:300]}"
+        if "html" in response.headers.get("content-type", ""):
+            message = "a web page"
+    text = " ".join(str(message or response.text).split())
+    return f"HTTP {response.status_code}: {text[:300] or 'nothing'}"

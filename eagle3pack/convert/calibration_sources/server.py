@@ -38,7 +38,9 @@ from eagle3pack.engine.draft_model import DraftModel
 from eagle3pack.engine.endpoint import (
     API_KEY_VARIABLE,
     CONNECT_TIMEOUT_S,
+    NO_SERVER_HINT,
     in_brief,
+    json_of,
     request_headers,
     server_url,
     trusts_proxies,
@@ -151,17 +153,19 @@ class StatesClient:
         """
         models, version = asyncio.run(self._look())
         try:
-            self._model = models.json()["data"][0]["id"]
-            said = version.json().get("version") if version.status_code == 200 else None
+            self._model = json_of(models)["data"][0]["id"]
+            said = json_of(version).get("version") if version.status_code == 200 else None
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            hint = f"Put its API key into {API_KEY_VARIABLE}." if models.status_code in (401, 403) else ""
+            wants_key = models.status_code in (401, 403)
             raise RefusedError(
-                f"/v1/models answered {in_brief(models)}", where=self._url, hint=hint
+                f"/v1/models answered {in_brief(models)}",
+                where=self._url,
+                hint=f"Put its API key into {API_KEY_VARIABLE}." if wants_key else NO_SERVER_HINT,
             ) from None
         return self._model, f"vllm {said}" if said else "vllm"
 
     async def _look(self) -> tuple[httpx.Response, httpx.Response]:
-        async with self._http() as http:
+        async with self._http(CONNECT_TIMEOUT_S) as http:
             return await self._send(http, "GET", "/v1/models"), await self._send(http, "GET", "/version")
 
     async def ask(
@@ -213,7 +217,7 @@ class StatesClient:
         }
         response = await self._complete(http, prompt, answers, parameters)
         try:
-            given = response.json()
+            given = json_of(response)
             choice = given["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             prompt_ids = choice.get("prompt_token_ids") or given["prompt_token_ids"]
@@ -277,10 +281,10 @@ class StatesClient:
             ) from None
         return states
 
-    def _http(self) -> httpx.AsyncClient:
+    def _http(self, timeout_s: float = REQUEST_TIMEOUT_S) -> httpx.AsyncClient:
         import httpx
 
-        timeout = httpx.Timeout(REQUEST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         return httpx.AsyncClient(
             base_url=self._url,
             headers=request_headers(),
@@ -296,7 +300,9 @@ class StatesClient:
         try:
             response = await http.request(method, path, json=body)
         except httpx.TimeoutException:
-            raise TransportError(f"{path} gave no answer in time", where=self._url) from None
+            raise TransportError(
+                f"{path} gave no answer in time", where=self._url, hint="Is the server up, and the URL right?"
+            ) from None
         except httpx.HTTPError as error:
             raise TransportError(
                 f"{path} does not answer ({str(error) or type(error).__name__})",

@@ -11,7 +11,9 @@ from eagle3pack.engine.counters import Counters
 from eagle3pack.engine.endpoint import (
     API_KEY_VARIABLE,
     CONNECT_TIMEOUT_S,
+    NO_SERVER_HINT,
     in_brief,
+    json_of,
     request_headers,
     trusts_proxies,
 )
@@ -68,12 +70,12 @@ class ApiClient:
         if response.status_code in (401, 403):
             raise EngineError("wants an API key", where=self.url, hint=f"Put it into {API_KEY_VARIABLE}.")
         try:
-            models = response.json()["data"]
+            models = json_of(response)["data"]
             if models and isinstance(models[0]["id"], str):
                 return list(models)
         except (ValueError, KeyError, TypeError):
             pass
-        raise EngineError(f"/v1/models answered {in_brief(response)}", where=self.url)
+        raise EngineError(f"/v1/models answered {in_brief(response)}", where=self.url, hint=NO_SERVER_HINT)
 
     def read_counters(self) -> Counters | None:
         """The speculative counters; None where the server does not speculate.
@@ -213,7 +215,7 @@ class ApiClient:
         if response.status_code != 200:
             raise EngineError(f"{path} answered {in_brief(response)}", where=self.url)
         try:
-            return _completion(response.json())
+            return _completion(json_of(response))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise EngineError(
                 f"{path} answered something else than a completion ({error!r})", where=self.url

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eagle3pack.engine.counters import Counters
-from eagle3pack.engine.endpoint import server_url
+from eagle3pack.engine.endpoint import json_of, server_url
 from eagle3pack.sources import Location
 from eagle3pack.verify.smoke.client import ApiClient
 from eagle3pack.verify.smoke.explain import last_progress, log_error
@@ -305,7 +305,7 @@ def _free_port() -> int:
 def _version(client: ApiClient) -> str | None:
     response = client.get("/version")
     try:
-        version = response.json()["version"] if response is not None else None
+        version = json_of(response)["version"] if response is not None else None
     except (ValueError, KeyError, TypeError):
         return None
     return version if isinstance(version, str) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,6 +49,8 @@ class Fake:
         model: what it calls its model.
         folder: where it writes states.
         asked: bodies of all requests.
+        page: what it answers to every GET, where it is no vLLM.
+        spoken: set once a mute server may give up.
     """
 
     def __init__(self, target: Path, folder: Path) -> None:
@@ -57,6 +60,8 @@ class Fake:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[str | None] = []
         self.unfinished: list[IO[str]] = []
+        self.page: bytes | None = None
+        self.spoken = threading.Event()
         self._target = load_target(target)
         self._chat = load_chat(target)
         self._lock = threading.Lock()
@@ -152,8 +157,11 @@ def running(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             """Be quiet."""
 
         def reply(self, status: int, body: dict[str, Any]) -> None:
-            data = json.dumps(body).encode()
+            self.send(status, json.dumps(body).encode(), "application/json")
+
+        def send(self, status: int, data: bytes, kind: str) -> None:
             self.send_response(status)
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -162,6 +170,10 @@ def running(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             fake.headers.append(self.headers["Authorization"])
             if "unauthorised" in fake.faults:
                 self.reply(401, {"error": "Unauthorized"})
+            elif "mute" in fake.faults:
+                fake.spoken.wait(30)
+            elif fake.page is not None:
+                self.send(200, fake.page, "text/html" if b"html" in fake.page else "application/json")
             elif self.path == "/v1/models":
                 self.reply(200, {"data": [{"id": fake.model}]})
             else:
@@ -183,7 +195,9 @@ def fake(running: tuple[Fake, str]) -> Iterator[Fake]:
     fake, _ = running
     fake.asked.clear()
     yield fake
+    fake.spoken.set()
     fake.faults.clear()
+    fake.page = None
     fake.model = "org/target"
     for lock in fake.unfinished:
         lock.close()
@@ -285,6 +299,38 @@ def test_a_server_that_gives_no_states_is_told_its_command_line(
     assert '"eagle_aux_hidden_state_layer_ids": [2, 4, 5]' in result.err
 
 
+def test_a_server_that_does_not_answer_is_given_up_at_once_though_an_answer_may_take_long(
+    tmp_path: Path, source: Path, prompts: Path, fake: Fake, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
+    fake.faults.add("mute")
+    fake.spoken.clear()
+    begin = time.monotonic()
+    with pytest.raises(TransportError, match="/v1/models gave no answer in time") as raised:
+        calibrated(source, tmp_path, calibrate_with=str(prompts), endpoint=url)
+    assert time.monotonic() - begin < 10 and "up" in raised.value.hint
+    assert module.REQUEST_TIMEOUT_S >= 600
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (b"{}", "HTTP 200: {}"),
+        (b"", "HTTP 200: nothing"),
+        (b"<!doctype html><html><body>It works!</body></html>", "HTTP 200: a web page"),
+        (b"[" * 100_000, "HTTP 200: [[["),
+    ],
+)
+def test_what_is_no_such_server_is_told_so(
+    tmp_path: Path, source: Path, prompts: Path, fake: Fake, url: str, page: bytes, said: str
+) -> None:
+    fake.page = page
+    with pytest.raises(RefusedError) as raised:
+        calibrated(source, tmp_path, calibrate_with=str(prompts), endpoint=url)
+    assert raised.value.problem.startswith(f"/v1/models answered {said}")
+    assert len(raised.value.problem) < 400 and "Is this vLLM" in raised.value.hint
+
+
 def test_nobody_there(tmp_path: Path, source: Path, prompts: Path) -> None:
     with pytest.raises(TransportError, match="does not answer"):
         calibrated(source, tmp_path, calibrate_with=str(prompts), endpoint="http://127.0.0.1:9")
@@ -295,13 +341,16 @@ def test_nobody_there(tmp_path: Path, source: Path, prompts: Path) -> None:
     [
         ({"endpoint": "http://h:1"}, "--endpoint: answers prompts"),
         ({"endpoint": "h:1", "calibrate_with": "shipped"}, "must be a URL"),
+        ({"endpoint": "http://h:99999999", "calibrate_with": "shipped"}, "must be a URL"),
+        ({"endpoint": "http://h:0", "calibrate_with": "shipped"}, "must be a URL"),
+        ({"endpoint": "http://[::1", "calibrate_with": "shipped"}, "must be a URL"),
         ({"endpoint": "http://u:secret@h:1", "calibrate_with": "shipped"}, "must not hold a password"),
         ({"calibrate_with": "shipped"}, "needs the target's weights, or a server that has them"),
     ],
 )
-def test_contradictions_are_refused(
-    tmp_path: Path, source: Path, options: dict[str, Any], message: str
+def test_contradictions_are_refused_before_anything_is_read(
+    tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message) as raised:
-        convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", **options)
+        convert(tmp_path / "no draft", tmp_path / "gqa", num_kv_heads=2, method="als", **options)
     assert "secret" not in str(raised.value)

@@ -324,7 +324,9 @@ def test_an_endpoint_is_used_as_it_is_and_left_running(tmp_path: Path, state: Pa
         server.stop()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", "http://h:99999999", "http://[::1"]
+)
 def test_an_endpoint_must_be_a_url(url: str) -> None:
     with pytest.raises(UsageError, match="must be a URL"):
         VllmEndpoint(url, tensor_parallel_size=None, limits=Limits())
@@ -339,6 +341,16 @@ def test_a_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
 def test_an_endpoint_that_is_not_there() -> None:
     with pytest.raises(EngineError, match="does not answer"):
         VllmEndpoint("http://127.0.0.1:9", tensor_parallel_size=None, limits=Limits()).start()
+
+
+@pytest.mark.parametrize("page", ["{}", "<html></html>", "[" * 100_000])
+def test_an_endpoint_that_is_no_such_server(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    monkeypatch.setattr(ApiClient, "get", lambda *_, **__: httpx.Response(200, text=page))
+    with pytest.raises(EngineError, match=r"/v1/models answered HTTP 200: \S") as caught:
+        VllmEndpoint("http://h:1", tensor_parallel_size=None, limits=Limits()).start()
+    assert "Is this vLLM" in caught.value.hint
 
 
 def test_the_api_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
