@@ -91,6 +91,29 @@ def test_quiet_says_nothing_and_version_is_the_packages(cli: Cli, tmp_path: Path
     assert f"\ntorch {metadata.version('torch')}\n" in version
 
 
+@pytest.mark.parametrize(
+    "arguments", ["--help", "verify draft --quick", "convert draft gqa --num-kv-heads 2 --json"]
+)
+def test_a_stdout_that_takes_nothing_is_one_error(arguments: str, tmp_path: Path) -> None:
+    write_draft(tmp_path / "draft")
+    command = [sys.executable, "-m", "eagle3pack", *arguments.split()]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+
+    error, hint = result.stderr.splitlines()[-2:]
+    assert result.returncode == 7
+    assert error == "error: stdout: cannot be written (No space left on device)"
+    assert hint.startswith("hint: ") and "Traceback" not in result.stderr
+
+
+def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    write_draft(tmp_path / "draft")
+    command = f"{sys.executable} -m eagle3pack verify draft --quick -v | true"
+    result = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    assert result.stderr == ""
+
+
 def test_a_terminal_is_shown_a_bar_with_rate_and_a_pipe_is_not(tmp_path: Path) -> None:
     source = write_draft(tmp_path / "mha")
     command = [sys.executable, "-m", "eagle3pack", "convert", str(source), "--num-kv-heads", "2"]

@@ -12,13 +12,14 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from types import FrameType
 from typing import NoReturn
 
 import click
 
 from eagle3pack import __version__, console
-from eagle3pack.errors import Eagle3PackError
+from eagle3pack.errors import Eagle3PackError, TransportError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -106,6 +107,14 @@ def main() -> None:
     except BrokenPipeError:  # `| head` closed our stdout
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_code is not click.echo.__code__:
+            raise
+        # stdout takes nothing; Python would try again, and complain, on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.fail(f"stdout: cannot be written ({error.strerror})", "Send the output somewhere else.")
+        sys.exit(TransportError.exit_code)
 
 
 def _exit_at_once(code: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -39,6 +40,17 @@ class ByteSize(click.ParamType[int]):
         if size < 1:
             self.fail(f"{value!r} is no size; write for example 5GB, 500MB or 2GiB", param, ctx)
         return size
+
+
+class Bound(click.FloatRange):
+    """A finite number in a range: NaN is below and above nothing, so that a bound of NaN bounds nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Check the number as click.FloatRange does."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return number
 
 
 class FilePath(click.Path):
@@ -88,7 +100,12 @@ def common_options(command: Command) -> Command:
     """Add --json, -v and -q."""
     for option in (
         click.option(
-            "-q", "--quiet", is_flag=True, expose_value=False, callback=_quiet, help="Say only errors."
+            "-q",
+            "--quiet",
+            is_flag=True,
+            expose_value=False,
+            callback=_quiet,
+            help="Say only errors; the exit code is the verdict.",
         ),
         click.option(
             "-v", "--verbose", is_flag=True, expose_value=False, callback=_verbose, help="Say more."

@@ -104,5 +104,5 @@ def publish(folder: Path, as_json: bool, **options: Any) -> None:
     if as_json:
         console.print_json(result.document)
         return
-    for line in result.lines:
+    for line in () if console.is_quiet() else result.lines:
         console.print_result(line)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from eagle3pack.cli.options import FilePath, option_group
+from eagle3pack.cli.options import Bound, FilePath, option_group
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _FILE = FilePath(exists=True, dir_okay=False)
-_SHARE = click.FloatRange(0, 1)
+_SHARE = Bound(0, 1)
 
 _COUNT = click.IntRange(min=1)
 
@@ -94,12 +94,10 @@ _GROUPS = (
         click.option(
             "--against", metavar="SOURCE", help="Run another draft too, and say what is retained of it."
         ),
-        click.option(
-            "--min-acceptance-length", type=click.FloatRange(min=1), metavar="X", help="Fail below it."
-        ),
+        click.option("--min-acceptance-length", type=Bound(min=1), metavar="X", help="Fail below it."),
         click.option(
             "--min-retention",
-            type=click.FloatRange(min=0),
+            type=Bound(min=0),
             metavar="X",
             help="Fail below it; with --against.",
         ),
@@ -125,7 +123,7 @@ _GROUPS = (
         ),
         click.option(
             "--start-timeout",
-            type=click.FloatRange(min=1),
+            type=Bound(min=1),
             default=1800,
             show_default=True,
             metavar="SECONDS",
@@ -133,7 +131,7 @@ _GROUPS = (
         ),
         click.option(
             "--request-timeout",
-            type=click.FloatRange(min=1),
+            type=Bound(min=1),
             default=600,
             show_default=True,
             metavar="SECONDS",

@@ -75,8 +75,8 @@ def verify(
     _require_outputs(source, options["target"], smoke, report)
     asked = _ask(click_context, smoke, options, report)
     verified = run_verify(source, VerifyOptions(**options), say=console.say, progress=console.progress)
-    if not as_json:
-        console.print_result(verified.text(verbose=console.is_verbose(), quiet=console.is_quiet()))
+    if not as_json and (text := verified.text(verbose=console.is_verbose(), quiet=console.is_quiet())):
+        console.print_result(text)
     if options["fix"]:
         write_mended(verified, options["fix"], say=console.say)
     outcome = _smoke_test(verified, smoke, asked)
@@ -85,12 +85,12 @@ def verify(
         write_report(document, report)
     if as_json:
         console.print_json(document)
-        if not outcome.passed:
-            console.fail(outcome.verdict)
-    else:
-        if outcome.figures and not console.is_quiet():
+    elif not console.is_quiet():
+        if outcome.figures:
             console.print_result(outcome.figures)
         console.print_result(outcome.verdict)
+    if not outcome.passed and (as_json or console.is_quiet()):
+        console.fail(outcome.verdict)
     click_context.exit(0 if document["passed"] else CHECK_FAILED)
 
 

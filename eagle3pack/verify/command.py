@@ -17,7 +17,7 @@ from eagle3pack.sources import Source, resolve_source, resolve_target
 from eagle3pack.verify.check import ENGINES, Engine
 from eagle3pack.verify.context import CONFIG_NAME, Context, Options
 from eagle3pack.verify.report import Examination, build_report, examine
-from eagle3pack.verify.text import render
+from eagle3pack.verify.text import render, render_failures
 
 if TYPE_CHECKING:
     from eagle3pack.draft.target import TargetSpec
@@ -108,8 +108,10 @@ class Verified:
         )
 
     def text(self, *, verbose: bool = False, quiet: bool = False) -> str:
-        """The same for a person; quiet: errors and the verdict alone."""
-        return render(self.context, self.examination, source=self.source_text, verbose=verbose, quiet=quiet)
+        """The same for a person; quiet: only what fails it, "" where nothing does."""
+        if quiet:
+            return render_failures(self.examination, strict=self.strict)
+        return render(self.context, self.examination, source=self.source_text, verbose=verbose)
 
 
 def parse_engines(text: str | None) -> tuple[tuple[Engine, ...], bool]:

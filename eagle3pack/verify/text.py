@@ -14,9 +14,7 @@ _SHOWN_FINDINGS = 5  # of one check; a wrong prefix or a NaN draft has one for e
 _MARKS: dict[Severity, str] = {"error": "ERROR", "warning": "WARN ", "note": "note "}
 
 
-def render(
-    context: Context, examination: Examination, *, source: str, verbose: bool = False, quiet: bool = False
-) -> str:
+def render(context: Context, examination: Examination, *, source: str, verbose: bool = False) -> str:
     """The whole text, without a final newline.
 
     Args:
@@ -24,25 +22,33 @@ def render(
         examination: the answers.
         source: the draft as the user named it.
         verbose: notes and checks without an answer too.
-        quiet: errors and the verdict alone.
     """
     lines = [f"{source}{_against(context)}", ""]
-    severities: tuple[Severity, ...] = ("error", "warning", "note")
-    shown = severities[: 1 if quiet else 3 if verbose else 2]
-    for severity in shown:
-        for family, outcomes in examination.outcomes.items():
-            chosen = [o for o in outcomes if o.status == "failed" and o.severity == severity]
-            if chosen:
-                lines.append(family)
-                for outcome in chosen:
-                    lines += _failed(outcome, shown)
-                lines.append("")
+    lines += _findings(examination, ("error", "warning", "note") if verbose else ("error", "warning"))
     if verbose:
         lines += _unanswered(examination)
-    if examination.facts is not None and not quiet:
+    if examination.facts is not None:
         lines += ["to serve it", *_facts(context, examination.facts), ""]
     lines += _verdict(context, examination, verbose=verbose)
     return printable("\n".join(lines))
+
+
+def render_failures(examination: Examination, *, strict: bool) -> str:
+    """Only the findings that fail the draft; "" where there are none."""
+    return printable(
+        "\n".join(_findings(examination, ("error", "warning") if strict else ("error",))).rstrip()
+    )
+
+
+def _findings(examination: Examination, severities: tuple[Severity, ...]) -> Iterator[str]:
+    for severity in severities:
+        for family, outcomes in examination.outcomes.items():
+            chosen = [o for o in outcomes if o.status == "failed" and o.severity == severity]
+            if chosen:
+                yield family
+                for outcome in chosen:
+                    yield from _failed(outcome, severities)
+                yield ""
 
 
 def _against(context: Context) -> str:

@@ -172,3 +172,9 @@ class TestWithoutMatplotlib:
         Path("draft/README.md").write_bytes(Path("cards/hf/README.md").read_bytes())
         self.publish("", dry_run=False, check_card=True)
         assert place.publish("--check-card", to=(HF,)).code == 0
+
+
+def test_quiet_says_nothing_where_all_is_well(place: Place) -> None:
+    outcome = place.publish("--dry-run", "--offline", "-q", to=(HF,))
+
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")

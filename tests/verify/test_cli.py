@@ -38,6 +38,7 @@ def target(tmp_path: Path) -> str:
 
 
 def run(*arguments: str | Path) -> Result:
+    console.set_verbosity(0)  # as the group of commands does
     return CliRunner().invoke(verify, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
@@ -132,23 +133,44 @@ def test_the_counts_are_those_of_the_lines(tmp_path: Path, target: str) -> None:
     assert failed + sum(others) == checks
 
 
-def test_quiet_leaves_errors_and_the_verdict(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--min-acceptance-length", "nan"),
+        ("--min-retention", "nan", "--against", "x"),
+        ("--min-agreement", "NaN", "--baseline"),
+        ("--request-timeout", "inf"),
+    ],
+)
+def test_a_bound_is_a_finite_number(options: tuple[str, ...], tmp_path: Path) -> None:
+    result = run(tmp_path, *options)
+
+    assert result.exit_code == 2 and "is no finite number" in result.stderr
+
+
+def test_quiet_leaves_only_what_fails(tmp_path: Path, target: str) -> None:
     draft = faults.mha_weights()
     draft.metadata = {}  # a warning
     folder = draft.write(tmp_path / "draft")
     loud, quiet = (run(folder, "--target", target, *option) for option in ((), ("-q",)))
-    console.set_verbosity(0)
 
     assert "WARN  F06" in loud.stdout and "to serve it" in loud.stdout
-    assert "ERROR C10" in quiet.stdout and "smoke test not run" in quiet.stdout
-    assert "WARN" not in quiet.stdout and "to serve it" not in quiet.stdout
+    assert re.findall("ERROR|WARN|to serve it|smoke test|not applicable", quiet.stdout) == ["ERROR"] * 2
     assert (loud.exit_code, quiet.exit_code) == (3, 3)
+
+
+def test_quiet_says_nothing_of_a_draft_that_passes(tmp_path: Path, target: str) -> None:
+    folder = faults.no_format().write(tmp_path / "draft")  # a warning
+    passed = run(folder, "--target", target, "--quick", "-q")
+    strict = run(folder, "--target", target, "--quick", "-q", "--strict")
+
+    assert (passed.exit_code, passed.output) == (0, "")
+    assert strict.exit_code == 3 and "WARN  F06" in strict.stdout
 
 
 def test_of_quiet_and_verbose_the_last_counts(tmp_path: Path) -> None:
     folder = faults.no_format().write(tmp_path / "draft")
     verbose, quiet = (run(folder, "--quick", *options) for options in (("-q", "-v"), ("-v", "-q")))
-    console.set_verbosity(0)
 
     assert "without an answer\n" in verbose.stdout
     assert "WARN" not in quiet.stdout
