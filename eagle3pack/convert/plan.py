@@ -20,13 +20,14 @@ from eagle3pack.convert.requirements import (
 from eagle3pack.draft.config import DraftConfig, parse_draft_config
 from eagle3pack.draft.producers import canonical_config, with_key_value_heads
 from eagle3pack.draft.tensors import expected_tensors
-from eagle3pack.errors import InputError
+from eagle3pack.errors import InputError, UsageError
 
 Method = Literal["mean", "first", "procrustes", "svd", "als"]
 Layout = Literal["keep", "midlayer", "layers"]
 MetricName = Literal["identity", "norm", "embedding", "calibration"]
 RefitName = Literal["closed", "ridge", "none"]
 POOLING: tuple[Method, ...] = ("mean", "first")
+LONGEST_MAX_DISTANCE = 1 << 20  # als weighs distances by 1/(1 + distance): beyond 32768 little is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,9 @@ def plan_conversion(
 
     Raises:
         UnsupportedDraftError, InputError: see `require_convertible`.
-        UsageError: the portable form needs what is not known.
+        UsageError: the portable form needs what is not known, or als shall look too far.
     """
+    _require_distance(request.closed_form.max_distance)
     names = require_convertible(config, checkpoint)
     logical = {actual: name for name, actual in names.items()}
     after = _output_config(config, checkpoint, names, request, examined)
@@ -218,6 +220,16 @@ def plan_conversion(
         unknown=tuple(actual for actual, name in logical.items() if name not in known),
         verbatim=_weight_files(checkpoint) if is_copy else (),
     )
+
+
+def _require_distance(asked: int | None) -> None:
+    if asked is not None and asked > LONGEST_MAX_DISTANCE:
+        raise UsageError(
+            f"{asked:,}, at most {LONGEST_MAX_DISTANCE:,}: a distance t counts 1/(1 + t), and work grows "
+            "with every one",
+            where="--max-distance",
+            hint="Leave it out: the draft's own positions are taken, at most 32,768.",
+        )
 
 
 def _changing(config: DraftConfig, names: Mapping[str, str], request: Request) -> set[str]:

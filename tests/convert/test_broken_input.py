@@ -167,6 +167,7 @@ def test_a_missing_shard(cli: Cli, tmp_path: Path) -> None:
         (["--num-kv-heads", 2, "--grouping", "similarity"], 2, "takes no such setting"),
         (["--num-kv-heads", 2, "--metric", "norm"], 2, "takes no such setting"),
         (["--num-kv-heads", 2, "--max-distance", 5], 2, "takes no such setting"),
+        (["--num-kv-heads", 2, "--method", "als", "--max-distance", 10**8], 2, "at most 1,048,576"),
         (["--num-kv-heads", 2, "--method", "svd", "--refit-output", "none"], 2, "o_proj has to follow"),
         (["--target", "no/such/folder"], 3, "no such folder or config.json"),
     ],

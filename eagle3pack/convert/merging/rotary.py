@@ -21,6 +21,7 @@ from eagle3pack.draft.rope import RopeConfig
 from eagle3pack.errors import InputError, UnsupportedDraftError
 
 Pairing = Literal["half", "interleaved"]
+DISTANCE_BLOCK = 32768  # distances that are averaged at a time, which bounds the memory
 DEFAULT_THETA = 10000.0  # what transformers and vLLM take where the config is silent
 
 
@@ -253,11 +254,19 @@ def at_distances(rope: RopeSpec, mass: Tensor) -> Positions:
     assert rope.frequencies is not None, rope.unknown
     frequencies = torch.zeros(rope.head_dim // 2, dtype=torch.float64)
     frequencies[: rope.num_rotary_pairs] = torch.tensor(rope.frequencies, dtype=torch.float64)
-    angles = -torch.arange(mass.shape[-1], dtype=torch.float64)[:, None] * frequencies
-    turns = torch.polar(torch.ones_like(angles), angles)
     share = mass.double() / mass.double().sum(-1, keepdim=True)
-    weighted = (turns * share[..., None]).mT
-    return Positions(weighted @ turns.conj(), weighted @ turns, rope.num_rotary_pairs)
+    pairs = len(frequencies)
+    linear = torch.zeros(*share.shape[:-1], pairs, pairs, dtype=torch.complex128)
+    antilinear = torch.zeros_like(linear)
+    for start in range(0, share.shape[-1], DISTANCE_BLOCK):
+        part = share[..., start : start + DISTANCE_BLOCK]
+        distances = torch.arange(start, start + part.shape[-1], dtype=torch.float64)
+        angles = -distances[:, None] * frequencies
+        turns = torch.polar(torch.ones_like(angles), angles)
+        weighted = (turns * part[..., None]).mT
+        linear += weighted @ turns.conj()
+        antilinear += weighted @ turns
+    return Positions(linear, antilinear, rope.num_rotary_pairs)
 
 
 def distance_prior(max_distance: int) -> Tensor:

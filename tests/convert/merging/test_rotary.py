@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from eagle3pack.convert.merging import rotary
 from eagle3pack.convert.merging.rotary import (
     at_distances,
     averaged_phases,
@@ -100,8 +101,11 @@ def rotation(angles: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
-@pytest.mark.parametrize("rotary_dim", [D, 4])
-def test_averages_over_distances_are_two_elementwise_products(rotary_dim: int) -> None:
+@pytest.mark.parametrize(("rotary_dim", "block"), [(D, 32768), (4, 32768), (D, 7)])
+def test_averages_over_distances_are_two_elementwise_products(
+    rotary_dim: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotary, "DISTANCE_BLOCK", block)
     spec, mass = rope(rotary_dim=rotary_dim), torch.rand(20, dtype=torch.float64)
     frequencies = torch.zeros(D // 2, dtype=torch.float64)
     frequencies[: rotary_dim // 2] = torch.tensor(spec.frequencies, dtype=torch.float64)
@@ -113,6 +117,14 @@ def test_averages_over_distances_are_two_elementwise_products(rotary_dim: int) -
     torch.testing.assert_close(positions.averaged(matrix), expected)
     expected = sum(w * r @ matrix @ r.T for w, r in zip(share, turns, strict=True))
     torch.testing.assert_close(positions.averaged_back(matrix), expected)
+
+
+def test_memory_does_not_grow_with_the_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "DISTANCE_BLOCK", 64)
+    polar, seen = torch.polar, []
+    monkeypatch.setattr(torch, "polar", lambda size, angles: seen.append(len(size)) or polar(size, angles))
+    at_distances(rope(), distance_prior(1000))
+    assert max(seen) == 64 and sum(seen) == 1000
 
 
 @pytest.mark.parametrize("rotary_dim", [D, 4])
