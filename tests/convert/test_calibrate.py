@@ -313,6 +313,7 @@ def test_healing_lowers_the_held_out_error_and_says_by_how_much(
     assert all(torch.equal(before[name], after[name]) for name in before)
     other = cli("convert", source, tmp_path / "other", *options, "--heal", "7", "--heal-state", state)
     assert other.code == 3 and "belongs to another run" in other.err
+    assert "going on" not in other.err and str(state) in other.err
     assert not (tmp_path / "other").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +19,7 @@ from eagle3pack.convert.merging.attention import AttentionWeights, from_matrices
 from eagle3pack.convert.merging.calibrated import Judged, merge_judged
 from eagle3pack.convert.merging.calibration import Calibration
 from eagle3pack.convert.merging.fidelity import Rest, rest_of
-from eagle3pack.convert.merging.grouping import Groups
+from eagle3pack.convert.merging.grouping import Groups, read_groups
 from eagle3pack.convert.merging.heal import Healed, HealOptions, HealProgress, HealReport, heal
 from eagle3pack.convert.merging.heal_state import read_state, write_state
 from eagle3pack.convert.merging.merge import MergeOptions, Refit, merge
@@ -31,7 +30,7 @@ from eagle3pack.convert.merging.report import MergeReport
 from eagle3pack.convert.merging.rotary import RopeSpec, rope_spec
 from eagle3pack.convert.plan import Plan
 from eagle3pack.convert.requirements import FLOAT_DTYPES
-from eagle3pack.documents import describe
+from eagle3pack.draft.config import DraftConfig
 from eagle3pack.errors import InputError, UsageError
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
@@ -88,7 +87,7 @@ class Merging:
     def _merge(self, layer: int) -> None:
         request, config = self.plan.request, self.plan.before
         self.say(f"merging the heads of layer {layer} by {request.method}")
-        spec = rope_spec(config.rope, config.head_dim, config.max_position_embeddings)
+        spec = _spec(config)
         positions = config.max_position_embeddings or LONGEST_DISTANCE
         moments = self._moments()
         chosen = request.closed_form.grouping
@@ -96,16 +95,12 @@ class Merging:
             num_key_value_heads=request.num_key_value_heads,
             method=request.method,
             refit_output=self._refit(spec),
-            grouping="contiguous" if chosen == "auto" else _grouping(chosen),
+            grouping=_grouping(self.plan),
             max_distance=request.closed_form.max_distance or min(positions, LONGEST_DISTANCE),
         )
-        weights = from_matrices(attention_tensors(self.plan, layer), config.head_dim)
+        weights = _weights(self.plan, layer)
         metric = self._metric(layer, moments)
-        if chosen == "auto" and spec.frequencies is None:
-            raise UsageError(f"it runs the attention, and {spec.unknown}", where="--grouping auto")
         if moments is None or spec.frequencies is None:
-            if request.closed_form.heal_steps:
-                raise UsageError(f"it runs the attention, and {spec.unknown}", where="--heal")
             merged = merge(weights, spec, options, metric, moments)
         else:
             around = cache(self._around)
@@ -152,10 +147,12 @@ class Merging:
     ) -> Healed:
         path = self.heal_state
         resumed = None if path is None else read_state(path)
-        self.say(
-            f"healing on {options.device}: {options.steps} steps"
-            + (f", going on after step {resumed.step}" if resumed else "")
-        )
+
+        def on_begin(done: int) -> None:
+            self.say(
+                f"healing on {options.device}: {options.steps} steps"
+                + (f", going on after step {done}" if resumed else "")
+            )
 
         def on_step(at: HealProgress) -> None:
             if at.step % options.interval() == 0 or at.step == at.steps:
@@ -171,9 +168,11 @@ class Merging:
             moments.samples,
             options,
             moments.held_out,
+            on_begin=on_begin,
             on_step=on_step,
             on_state=lambda state: None if path is None else write_state(path, state),
             resumed=resumed,
+            resumed_from=str(path),
         )
 
     def _moments(self) -> Moments | None:
@@ -236,12 +235,6 @@ class Merging:
         norms = [self._load(f"layers.0.{norm}.weight") for norm in ("input_layernorm", "hidden_norm")]
         if name == "norm":
             return norm_metric(*norms)
-        if "embed_tokens.weight" not in self.plan.sources:
-            raise UsageError(
-                "the draft has no embed_tokens of its own",
-                where="--metric embedding",
-                hint="Use --metric norm.",
-            )
         fc = self._load("fc.weight") if "fc.weight" in self.plan.sources else None
         return embedding_metric(
             self._load("embed_tokens.weight"), *norms, fc=fc, eps=self.plan.before.rms_norm_eps
@@ -335,22 +328,58 @@ def load(entry: TensorEntry) -> Tensor:
     return load_tensor(entry)
 
 
-def _grouping(text: str) -> Literal["contiguous", "similarity"] | Groups:
-    """contiguous, similarity, or the groups that a JSON file lists."""
-    if text in ("contiguous", "similarity"):
-        return "contiguous" if text == "contiguous" else "similarity"
-    try:
-        groups = json.loads(Path(text).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+def _spec(config: DraftConfig) -> RopeSpec:
+    return rope_spec(config.rope, config.head_dim, config.max_position_embeddings)
+
+
+def _grouping(plan: Plan) -> Literal["contiguous", "similarity"] | Groups:
+    """contiguous, similarity, or the groups that a JSON file lists; auto begins with contiguous."""
+    request = plan.request
+    match request.closed_form.grouping:
+        case "contiguous" | "auto":
+            return "contiguous"
+        case "similarity":
+            return "similarity"
+        case path:
+            heads = plan.before.num_key_value_heads
+            return read_groups(Path(path), heads, request.num_key_value_heads)
+
+
+def require_mergeable(plan: Plan, calibrated: bool) -> None:
+    """Refuse what could not be done with this draft; see `convert.compute`."""
+    settings, spec = plan.request.closed_form, _spec(plan.before)
+    _grouping(plan)
+    if spec.frequencies is None:
+        runs_the_attention = {
+            "--grouping auto": settings.grouping == "auto",
+            "--heal": settings.heal_steps > 0,
+            "--refit-output ridge": settings.refit_output == "ridge",
+        }
+        for option, asked in runs_the_attention.items():
+            if asked:
+                raise UsageError(f"it runs the attention, and {spec.unknown}", where=option)
+    if settings.metric == "embedding" and "embed_tokens.weight" not in plan.sources:
         raise UsageError(
-            f"{text!r} is none of contiguous, similarity and auto, nor a JSON file ({error})",
-            where="--grouping",
-        ) from None
-    if not isinstance(groups, list) or not all(
-        isinstance(group, list) and all(type(head) is int for head in group) for group in groups
-    ):
-        raise InputError(
-            f"holds {describe(groups)}, expected lists of key/value heads such as [[0, 3], [1, 2]]",
-            where=text,
+            "the draft has no embed_tokens of its own",
+            where="--metric embedding",
+            hint="Use --metric norm.",
         )
-    return tuple(tuple(group) for group in groups)
+    if calibrated:
+        _weights(plan, 0)
+
+
+def _weights(plan: Plan, layer: int) -> AttentionWeights:
+    """One layer's attention, its numbers checked.
+
+    Raises:
+        InputError: a tensor holds NaN or infinity; names its file.
+    """
+    try:
+        return from_matrices(attention_tensors(plan, layer), plan.before.head_dim)
+    except InputError as error:
+        entry = plan.sources.get(f"layers.{layer}.self_attn.{error.where}")
+        if entry is None:
+            raise
+        raise InputError(
+            f"the tensor {entry.name} {error.problem}", where=str(entry.path), hint=error.hint
+        ) from None

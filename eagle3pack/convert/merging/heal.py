@@ -142,9 +142,11 @@ def heal(
     options: HealOptions,
     held_out: Sequence[Sample] = (),
     *,
+    on_begin: Callable[[int], None] = _ignore,
     on_step: Callable[[HealProgress], None] = _ignore,
     on_state: Callable[[HealState], None] = _ignore,
     resumed: HealState | None = None,
+    resumed_from: str = "state of the training",
 ) -> Healed:
     """Train a merged layer towards its source.
 
@@ -158,10 +160,12 @@ def heal(
         options: how.
         held_out: activations that choose among the steps; without any, every tenth of `samples` does (the
             only one, if there is one), as for the ridge.
+        on_begin: told how many steps are done already, once nothing is left to refuse.
         on_step: told after every step.
         on_state: given all that a later call needs to go on from here, after every check; the training
             changes it again, so keep it in a file (see `heal_state`).
         resumed: what was kept of a call with the same arguments; the device may differ.
+        resumed_from: where that was kept, for messages.
 
     Returns:
         The weights that did best on held-out samples: never worse there than `start`, which they are
@@ -181,8 +185,8 @@ def heal(
     if resumed is not None and resumed.fingerprint != made_with:
         raise InputError(
             "belongs to another run: the draft, the calibration or the options differ",
-            where="state of the training",
-            hint="Give the options of that run, or another file.",
+            where=resumed_from,
+            hint="Give the options of that run, or a file that does not exist yet.",
         )
     train, check = (
         lessons_of(source, rope, part, torch.device(options.device), options.norm_eps)
@@ -193,6 +197,7 @@ def heal(
         training.begin(made_with)
     else:
         training.resume(resumed)
+    on_begin(training.state.step)
     stopped_at = training.run(on_step, on_state)
     return training.result(stopped_at)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -107,18 +106,21 @@ def read_state(path: Path) -> HealState | None:
 
     Raises:
         InputError: it is something else, or damaged.
+        PermissionDenied: it may not be read.
     """
     if not path.exists():
         return None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError):
+    except PermissionError:
+        raise PermissionDenied("may not be read", where=str(path)) from None
+    except Exception:  # a damaged pickle is a damaged program: it can raise anything
         content = None
     names = {field.name for field in fields(HealState)}
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT or content.keys() != names:
         raise InputError(
             "is no state that --heal wrote, or is damaged",
             where=str(path),
-            hint="Delete it to start again, or give another file.",
+            hint="To start again, give a file that does not exist yet.",
         )
     return HealState(**content)

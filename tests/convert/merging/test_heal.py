@@ -197,8 +197,19 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         (layer(10), start, data, SHORT),
     ):
         weights, begin, given, options = changed
-        with pytest.raises(InputError, match="belongs to another run"):
-            heal(weights, begin, ROPE, given, options, resumed=read_state(path))
+        begun: list[int] = []
+        with pytest.raises(InputError, match="belongs to another run") as raised:
+            heal(
+                weights,
+                begin,
+                ROPE,
+                given,
+                options,
+                on_begin=begun.append,
+                resumed=read_state(path),
+                resumed_from=str(path),
+            )
+        assert not begun and raised.value.where == str(path)
 
 
 def test_files_that_are_no_state_are_refused_and_none_is_a_start(tmp_path: Path) -> None:
@@ -207,9 +218,11 @@ def test_files_that_are_no_state_are_refused_and_none_is_a_start(tmp_path: Path)
         (tmp_path / name).write_bytes(content)
     torch.save({"format": "another"}, tmp_path / "other")
     torch.save(torch.ones(2), tmp_path / "tensor")
-    for name in ("text", "empty", "other", "tensor"):
-        with pytest.raises(InputError, match="no state that --heal wrote"):
+    (tmp_path / "folder").mkdir()
+    for name in ("text", "empty", "other", "tensor", "folder"):
+        with pytest.raises(InputError, match="no state that --heal wrote") as raised:
             read_state(tmp_path / name)
+        assert "elete" not in raised.value.hint  # it may be somebody's weights
 
 
 def test_a_state_that_cannot_be_written_leaves_the_older_one(tmp_path: Path) -> None:
