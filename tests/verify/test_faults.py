@@ -71,6 +71,48 @@ def test_a_quantised_draft_has_no_error(kind: str, tmp_path: Path) -> None:
     assert ids(examination, "error") == set()
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("declared", [False, True])
+def test_float8_without_a_scale_is_an_error(declared: bool, scaled: bool, tmp_path: Path) -> None:
+    def store_as_float8(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for name in [name for name in tensors if "self_attn" in name]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            if scaled:
+                tensors[f"{name}_scale"] = torch.ones(1)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    draft = make(native(quantization_config={"quant_method": "fp8"} if declared else None))
+    draft.afterwards.append(store_as_float8)
+    _, examination = examined(draft, tmp_path)
+
+    # a scale that no quantisation declares is no tensor of the draft
+    assert ids(examination, "error") == ({"C28"} if not scaled else set() if declared else {"T03"})
+    assert ("F13" in ids(examination, "warning")) is not declared
+    if not scaled:
+        (finding,) = next(o.findings for o in examination.failed("error"))
+        assert finding.message.startswith("4 weights are stored quantised without a scale, such as midlayer.")
+
+
+def test_two_keys_that_name_one_wrong_dtype_are_one_finding(tmp_path: Path) -> None:
+    draft = make(native(torch_dtype="bfloat16", dtype="bfloat16"), dtype="F32")
+    _, examination = examined(draft, tmp_path)
+
+    (told,) = [o.findings for o in examination.all if o.check.id == "F13"]
+    assert [finding.message for finding in told] == [
+        "torch_dtype and dtype are bfloat16, the weights are float32"
+    ]
+
+
+def test_what_says_mla_of_a_plain_draft_is_told(tmp_path: Path) -> None:
+    draft = make(native(model_type="deepseek_v3", kv_lora_rank=512))
+    _, examination = examined(draft, tmp_path)
+
+    assert ids(examination, "error") == set()
+    assert "C04" in ids(examination, "warning") and "C31" in ids(examination, "note")
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_a_good_draft_has_no_error(name: str, tmp_path: Path) -> None:
     _, examination = examined(GOOD[name](), tmp_path)

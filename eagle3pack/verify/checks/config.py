@@ -233,11 +233,23 @@ def architecture_agrees(context: Context) -> Iterator[Finding]:
     severity="warning",
     reason="An MLA or parallel draft is another model: its tensors are not checked here, and its keys and "
     "values cannot be merged.",
-    source="TorchSpec configs/draft_models/kimi_k25_eagle3_mla.json",
+    source="TorchSpec configs/draft_models/kimi_k25_eagle3_mla.json; "
+    "vLLM 0.32 transformers_utils/model_arch_config_convertor.py",
 )
 def plain_attention(context: Context) -> Iterator[Finding]:
     try:
         parse_draft_config(context.raw, where=CONFIG_NAME)
+        kind = context.top.values.get("model_type")
+        if not context.is_speculators and str(kind).startswith("deepseek_v"):
+            yield Finding(
+                f"model_type is {describe(kind)}, of MLA, though {_first_architecture(context)} is not: "
+                "engines read a latent width from it that the draft does not have",
+                "Write llama (qwen3 for a draft with q/k norms), if the weights are of plain attention.",
+                file=CONFIG_NAME,
+                key="model_type",
+                found=kind,
+                expected="llama",
+            )
     except UnsupportedDraftError as error:
         if "layers.0.self_attn.k_proj.weight" in context.headers.tensors:
             yield Finding(

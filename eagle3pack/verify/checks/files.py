@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3pack.verify.check import Check, Finding, SetFormat, Undecided, check
-from eagle3pack.verify.checks.settings import QUANTISED_SUFFIXES
+from eagle3pack.verify.checks.settings import FLOAT8_DTYPES, QUANTISED_SUFFIXES
 from eagle3pack.verify.context import CONFIG_NAME, Context
 from eagle3pack.verify.weights import INDEX_NAME, SINGLE_NAME
 
@@ -348,10 +348,11 @@ def no_constant_matrix(context: Context) -> Iterator[Finding]:
     source="TorchSpec tools/convert_to_hf.py",
 )
 def one_dtype(context: Context) -> Iterator[Finding]:
+    known = FLOAT_DTYPES if context.raw.get("quantization_config") else FLOAT_DTYPES | FLOAT8_DTYPES
     dtypes: dict[str, str] = {}
-    for entry in context.tensors.values():
-        if entry.dtype in FLOAT_DTYPES:
-            dtypes.setdefault(FLOAT_DTYPES[entry.dtype], entry.name)
+    for name, entry in context.tensors.items():
+        if entry.dtype in known and not name.endswith(QUANTISED_SUFFIXES):
+            dtypes.setdefault(known[entry.dtype], entry.name)
     if len(dtypes) > 1:
         yield Finding(
             "the float tensors have several dtypes: " + ", ".join(f"{n} is {d}" for d, n in dtypes.items()),
@@ -361,19 +362,24 @@ def one_dtype(context: Context) -> Iterator[Finding]:
             if "_torchspec_version" in context.raw
             else None,
         )
-    for fields in (context.top, context.layer):
+    if len(dtypes) != 1:
+        return
+    actual = next(iter(dtypes))
+    wrong: dict[str, list[str]] = {}  # what is declared -> the keys that say so
+    for fields in (context.top, context.layer) if context.is_speculators else (context.top,):
         for key in ("torch_dtype", "dtype"):
             declared = fields.values.get(key)
-            name = declared.removeprefix("torch.") if isinstance(declared, str) else None
-            if len(dtypes) == 1 and name is not None and name != "auto" and name not in dtypes:
-                yield Finding(
-                    f"{fields.path}{key} is {declared}, the weights are {next(iter(dtypes))}",
-                    f"Write {next(iter(dtypes))}.",
-                    file=CONFIG_NAME,
-                    key=f"{fields.path}{key}",
-                    found=declared,
-                    expected=next(iter(dtypes)),
-                )
+            if isinstance(declared, str) and declared.removeprefix("torch.") not in ("auto", actual):
+                wrong.setdefault(declared, []).append(f"{fields.path}{key}")
+    for declared, keys in wrong.items():
+        yield Finding(
+            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} {declared}, the weights are {actual}",
+            f"Write {actual}, or export the weights as {declared.removeprefix('torch.')}.",
+            file=CONFIG_NAME,
+            key=keys[0],
+            found=declared,
+            expected=actual,
+        )
 
 
 @check(

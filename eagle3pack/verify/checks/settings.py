@@ -14,7 +14,8 @@ QUANTISED_SUFFIXES = (
     *("_scale", "_scale_inv", "_zero_point", "_packed", "_shape", "_g_idx"),
     *(".scales", ".qweight", ".qzeros", ".g_idx"),
 )
-QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4"})
+FLOAT8_DTYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+QUANTISED_DTYPES = frozenset({*FLOAT8_DTYPES, "I8", "U8", "I32", "F4"})
 
 # Keys that mean something in a target and mislead an engine in a draft.
 _TARGET_KEYS = (
@@ -28,6 +29,7 @@ _TARGET_KEYS = (
     "text_config",
     "vision_config",
 )
+_LATENT_KEYS = ("kv_lora_rank", "q_lora_rank")  # of MLA
 
 
 @check(
@@ -146,12 +148,14 @@ def positions_reach(context: Context) -> Iterator[Finding]:
 
 @check(
     "C28",
-    "a declared quantisation is one of the weights",
+    "a quantisation is declared and in the weights, or neither",
     reason="A quantization_config inherited from the target makes vLLM quantise the draft anew at load, in "
-    "silence, or look for scales that are not there.",
-    source="github.com/vllm-project/vllm/pull/25883, issues/25882 (measured)",
+    "silence, or look for scales that are not there; weights without their scales it casts as they are.",
+    source="github.com/vllm-project/vllm/pull/25883, issues/25882 (measured); "
+    "vLLM 0.32 model_loader/weight_utils.py",
 )
 def quantisation_is_real(context: Context) -> Iterator[Finding]:
+    yield from _unscaled_weights(context)
     if context.config.quantization is None:
         return
     real = any(
@@ -165,6 +169,29 @@ def quantisation_is_real(context: Context) -> Iterator[Finding]:
             file=CONFIG_NAME,
             key="quantization_config",
             found=context.config.quantization,
+        )
+
+
+def _unscaled_weights(context: Context) -> Iterator[Finding]:
+    """Weights in a quantised dtype that nothing says how to scale."""
+    declared = context.config.quantization is not None
+    unscaled = [
+        entry
+        for name, entry in context.tensors.items()
+        if (entry.dtype in FLOAT8_DTYPES or (entry.dtype in QUANTISED_DTYPES and not declared))
+        and name in context.expected
+        and name not in ("d2t", "t2d")
+        and not any(f"{name}{suffix}" in context.tensors for suffix in ("_scale", "_scale_inv"))
+    ]
+    if unscaled:
+        first = unscaled[0]
+        yield Finding(
+            f"{len(unscaled)} weight{'s are' if len(unscaled) > 1 else ' is'} stored quantised without a "
+            f"scale, such as {first.name} as {first.dtype}: engines cast the bare numbers",
+            "Export the draft in bfloat16, or with its scales and quantization_config.",
+            file=first.path.name,
+            tensor=first.name,
+            found=first.dtype,
         )
 
 
@@ -242,6 +269,17 @@ def no_target_keys(context: Context) -> Iterator[Finding]:
                 found=_short(context.top.values[key]),
                 severity="error" if key == "n_predict" else "warning",
             )
+    if "layers.0.self_attn.k_proj.weight" not in context.headers.tensors:
+        return  # an MLA draft, or none that can be read
+    for key in filter(context.top.has, _LATENT_KEYS):
+        yield Finding(
+            f"{key} is a key of MLA, the weights are of plain attention: engines ignore it",
+            "Remove it.",
+            file=CONFIG_NAME,
+            key=key,
+            found=_short(context.top.values[key]),
+            severity="note",
+        )
 
 
 def _short(value: Any) -> Any:
