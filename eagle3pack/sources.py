@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +47,8 @@ COMPANION_PATTERNS = (
     "LICENSE*",
     "NOTICE*",
 )
+_MODEL_NAMES = ("config.json", "eagle3pack.json")
+_MODEL_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,35 @@ def resolve_target_weights(text: str, tensor_names: tuple[str, ...]) -> Path | N
     weight_map = read_json_object(index).get("weight_map")
     wanted = {weight_map[name] for name in tensor_names if name in weight_map} if weight_map else set()
     return _download(location, sorted(wanted)).folder if wanted else None
+
+
+def require_no_model_file(path: Path, models: Iterable[str], where: str) -> None:
+    """Raise where a file would be written over one of a model, or among its files as if it were one.
+
+    By name, so that a file that is not there yet, such as an index, is kept free too.
+
+    Args:
+        path: of the file.
+        models: as the user wrote them.
+        where: the option that names the file.
+
+    Raises:
+        UsageError: it would.
+    """
+    if path.name not in _MODEL_NAMES and not path.name.endswith(_MODEL_SUFFIXES):
+        return
+    for model in models:
+        location = parse_location(model)
+        if location.place != "local":
+            continue
+        place = Path(location.name)
+        folder = place if os.path.lexists(place) and place.is_dir() else place.parent
+        if os.path.realpath(path.parent) == os.path.realpath(folder):
+            raise UsageError(
+                f"is a file of the model {model}; it is not overwritten",
+                where=where,
+                hint="Give another name.",
+            )
 
 
 def _exists(path: Path) -> bool:

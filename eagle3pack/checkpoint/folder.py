@@ -11,8 +11,9 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from eagle3pack.checkpoint.files import list_files
@@ -21,6 +22,7 @@ from eagle3pack.errors import ConflictError, PermissionDenied, TransportError, U
 
 # A folder that is replaced must hold one of these: --overwrite with a wrong path is no way to lose a home.
 _MARKS = ("config.json", "eagle3pack.json")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 # A name that cannot be, a mount point, a folder in a lower layer of a container's image.
 _NO_PLACE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EBUSY, errno.EXDEV)
 _ELSEWHERE = "Give a folder apart from the source."
@@ -42,8 +44,25 @@ def require_separate(source: Path, out: Path) -> None:
         raise UsageError(f"{problem} the source folder", where=where, hint=_ELSEWHERE)
     links = [source / name for name in list_files(source) if (source / name).is_symlink()]
     for path in (source, *links):
-        if _identity(place) in _lineage(path):
-            raise UsageError(f"holds the source ({path})", where=where, hint=_ELSEWHERE)
+        require_outside(path, out, "the source", hint=_ELSEWHERE)
+
+
+def require_outside(path: Path, out: Path, what: str, *, hint: str) -> None:
+    """Raise where making or replacing OUT would take away a file or folder; it need not exist yet.
+
+    Args:
+        path: of the file or folder.
+        out: the folder to make.
+        what: the path is, in a sentence.
+        hint: for the error.
+
+    Raises:
+        UsageError: it is OUT, or lies in it.
+    """
+    place, real = Path(os.path.realpath(out)), Path(os.path.realpath(path))
+    if place in (real, *real.parents) or _identity(place) in _lineage(path):
+        problem = "is" if real == place else "holds"
+        raise UsageError(f"{problem} {what} ({path})", where=f"OUT {out}", hint=hint)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -61,13 +80,14 @@ def _lineage(path: Path) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def new_folder(out: Path, *, overwrite: bool, nbytes: int = 0) -> Iterator[Path]:
+def new_folder(out: Path, *, overwrite: bool, nbytes: int = 0, beside: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a temporary folder that becomes OUT when the block ends, and vanishes when it raises.
 
     Args:
         out: the folder to make; missing parents are made too.
         overwrite: a draft folder that is there already is replaced, in one step where the system can.
         nbytes: about how much will be written, for the message about a full disk.
+        beside: as `require_free`.
 
     Raises:
         ConflictError: OUT exists, or another run is writing it.
@@ -78,13 +98,13 @@ def new_folder(out: Path, *, overwrite: bool, nbytes: int = 0) -> Iterator[Path]
     place = Path(os.path.realpath(out))  # what a symlink points to is replaced, not the symlink
     with _explained(out, place, nbytes):
         _finish_swap(place)
-        require_free(out, overwrite=overwrite)
+        require_free(out, overwrite=overwrite, beside=beside)
         with _parents(place), _locked(_sibling(place), out) as temporary:
             try:
                 yield temporary
                 for path in (*temporary.rglob("*"), temporary):
                     _sync(path)
-                require_free(out, overwrite=overwrite)
+                require_free(out, overwrite=overwrite, beside=beside)
                 _move(temporary, place)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)  # after an error ours, after a swap the old one
@@ -94,16 +114,24 @@ def _sibling(place: Path, suffix: str = "") -> Path:
     return place.with_name(f".{place.name}.eagle3pack{suffix}")
 
 
-def require_free(out: Path, *, overwrite: bool) -> None:
-    """Raise unless OUT is free, or may be replaced.
+def require_free(out: Path, *, overwrite: bool, beside: Sequence[str] = ()) -> None:
+    """Raise unless OUT is free and can be made, or may be replaced.
 
     `new_folder` asks this itself; asked before a long download it spares that.
 
+    Args:
+        out: the folder to make.
+        overwrite: a draft folder that is there already may be replaced.
+        beside: patterns of names that such a folder may hold beside config, record and weights.
+
     Raises:
-        ConflictError: it is not.
+        ConflictError: it is not free: with `overwrite`, it holds what no conversion writes.
+        PermissionDenied: OUT's parent cannot be written.
     """
     place = Path(os.path.realpath(out))
     where = f"OUT {out}"
+    with _explained(out, place, 0):
+        _require_writable(place)
     if not os.path.lexists(place):
         return
     if not place.is_dir():
@@ -116,6 +144,28 @@ def require_free(out: Path, *, overwrite: bool) -> None:
             where=where,
             hint="Delete it yourself if you mean it.",
         )
+    known = (*_MARKS, *_WEIGHTS, *beside)
+    others = sorted(
+        path.name
+        for path in place.iterdir()
+        if path.is_dir() or not any(fnmatch(path.name, pattern) for pattern in known)
+    )
+    if others:
+        named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise ConflictError(
+            f"holds what no conversion writes ({named}); it is not replaced",
+            where=where,
+            hint="Move that elsewhere, or delete it yourself if you mean it.",
+        )
+
+
+def _require_writable(place: Path) -> None:
+    """Raise what the system would say of a folder made there, as far as it can be asked."""
+    above = next(parent for parent in place.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @contextmanager

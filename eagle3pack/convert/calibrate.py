@@ -59,12 +59,7 @@ class CalibrationOptions:
     @property
     def where(self) -> str:
         """The option that a calibration comes from; empty where none is asked for."""
-        given = {
-            "--calibration": self.files or None,
-            "--calibrate-with": self.prompts,
-            "--calibrate-from": self.features,
-        }
-        return next((option for option, value in given.items() if value is not None), "")
+        return next(iter(self._given()), "")
 
     @property
     def wanted(self) -> bool:
@@ -76,25 +71,35 @@ class CalibrationOptions:
         """It is made here, so that the draft runs."""
         return self.prompts is not None or self.features is not None
 
+    def _given(self) -> list[str]:
+        given = {
+            "--calibration": self.files or None,
+            "--calibrate-with": self.prompts,
+            "--calibrate-from": self.features,
+        }
+        return [option for option, value in given.items() if value is not None]
+
     def require_sensible(self) -> None:
         """Refuse contradictions before anything is read.
 
         Raises:
             UsageError: of them.
         """
-        if bool(self.files) + (self.prompts is not None) + (self.features is not None) > 1:
-            raise UsageError("give either a file or what to make one with, not both", where=self.where)
+        if len(given := self._given()) > 1:
+            raise UsageError(f"give one of them, not {len(given)}", where=" and ".join(given))
         for option, value in (("--save-calibration", self.save), ("--calibration-tokens", self.tokens)):
             if value is not None and not self.made:
                 raise UsageError(
                     "nothing is calibrated", where=option, hint="Give --calibrate-with or --calibrate-from."
                 )
-        if self.save is not None and not self.save.absolute().parent.is_dir():
-            raise UsageError(f"the folder of {self.save} does not exist", where="--save-calibration")
         if self.features is not None and not self.features.is_dir():
             raise UsageError(f"{self.features} is no folder", where="--calibrate-from")
         if self.endpoint is not None and self.prompts is None:
-            raise UsageError("answers prompts", where="--endpoint", hint="Give --calibrate-with.")
+            raise UsageError(
+                "a server answers prompts, and none are given",
+                where="--endpoint",
+                hint="Give --calibrate-with: a file of prompts, or the word shipped.",
+            )
         if self.endpoint is not None:
             server_url(self.endpoint)
         if self.prompts is not None and self.target is None and self.endpoint is None:
@@ -134,7 +139,11 @@ def find_calibration(
             f"{plan.request.method} looks at no activations", where=where, hint="Take --method als."
         )
     if not plan.computed:
-        raise UsageError("the draft has that many key/value heads already", where=where)
+        raise UsageError(
+            f"the draft has {plan.before.num_key_value_heads} key/value heads already; none are merged",
+            where=where,
+            hint="Leave it out, or give a smaller --num-kv-heads.",
+        )
     if plan.before.num_hidden_layers != 1:
         raise UsageError(
             f"tells what the first layer reads, and this draft has {plan.before.num_hidden_layers}",

@@ -13,7 +13,7 @@ from eagle3pack.checkpoint.files import Checkpoint, open_checkpoint
 from eagle3pack.checkpoint.folder import new_folder, require_free, require_separate
 from eagle3pack.checkpoint.header import TensorEntry
 from eagle3pack.convert.calibrate import CalibrationOptions, Progress, find_calibration
-from eagle3pack.convert.compute import Computation, start_computation
+from eagle3pack.convert.compute import Computation, require_mergeable, start_computation
 from eagle3pack.convert.examine import (
     shared_with_target,
     taken_from_target,
@@ -22,6 +22,7 @@ from eagle3pack.convert.examine import (
 )
 from eagle3pack.convert.execute import copy_companions, prove, write_output
 from eagle3pack.convert.handoff.command import plan_hand_off, require_place, write_hand_off
+from eagle3pack.convert.places import require_places_apart
 from eagle3pack.convert.plan import (
     POOLING,
     ClosedForm,
@@ -108,8 +109,9 @@ def run_convert(
     _require_options_that_count(options)
     calibrated = _calibration_options(options)
     out = Path(out_text)
-    if not options.dry_run:
-        require_free(out, overwrite=options.overwrite)  # before a long download, not after it
+    if not options.dry_run:  # before a long download, not after it
+        require_free(out, overwrite=options.overwrite, beside=COMPANION_PATTERNS)
+    require_places_apart(source_text, out, options)
     target = resolve_target(options.target) if options.target else None
     if target is not None and target.bundled:
         say(f"target {target.name}: using the shape that came with this package ({target.bundled_from})")
@@ -158,6 +160,8 @@ def run_convert(
             else None
         ),
     )
+    if plan.computed and not request.only_pools:
+        require_mergeable(plan, calibrated.wanted)
     calibration = find_calibration(calibrated, plan, source, say=say, progress=progress)
     computation = start_computation(
         plan,
@@ -176,6 +180,12 @@ def run_convert(
 
 def _require_options_that_count(options: ConvertOptions) -> None:
     """Refuse settings that the chosen method would not look at: silence would pass for consent."""
+    if options.method in ("svd", "als") and options.refit_output == "none":
+        raise UsageError(
+            f"--method {options.method} chooses a basis for the values that o_proj has to follow",
+            where="--refit-output none",
+            hint="Leave it out, or give --method procrustes.",
+        )
     if options.method not in POOLING:
         return
     given = {
@@ -218,17 +228,9 @@ def _calibration_options(options: ConvertOptions) -> CalibrationOptions:
                 where=option,
                 hint="Give --calibration, --calibrate-with or --calibrate-from.",
             )
-    _require_heal_state(options)
-    return found
-
-
-def _require_heal_state(options: ConvertOptions) -> None:
-    if options.heal_state is None:
-        return
-    if options.heal is None:
+    if options.heal_state is not None and options.heal is None:
         raise UsageError("nothing is trained", where="--heal-state", hint="Give --heal.")
-    if not options.heal_state.parent.is_dir():
-        raise UsageError(f"the folder {options.heal_state.parent} does not exist", where="--heal-state")
+    return found
 
 
 def _require_safetensors(checkpoint: Checkpoint, config: DraftConfig, where: str) -> None:
@@ -335,7 +337,9 @@ def _write(
 ) -> Summary:
     plan = summary.plan
     source_files = _source_files(source, checkpoint, hash_all=options.hash_source)
-    with new_folder(out, overwrite=options.overwrite, nbytes=plan.output_bytes) as folder:
+    with new_folder(
+        out, overwrite=options.overwrite, nbytes=plan.output_bytes, beside=COMPANION_PATTERNS
+    ) as folder:
         with progress("converting", plan.output_bytes) as on_bytes:
             files = write_output(
                 plan, computation, config_path, folder, on_bytes=on_bytes, hashing=not options.no_hash

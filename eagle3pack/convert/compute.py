@@ -135,6 +135,21 @@ def _reader(entry: TensorEntry) -> Callable[[int, int], memoryview]:
     return lambda offset, nbytes: read_part(entry, offset, nbytes)
 
 
+def require_mergeable(plan: Plan, calibrated: bool) -> None:
+    """Refuse what a closed form or healing could not do with this draft, before anything is recorded.
+
+    Args:
+        plan: what to compute; not only pooling.
+        calibrated: there is, or will be, a calibration.
+
+    Raises:
+        UsageError, InputError: of settings, the file of --grouping, or the attention's tensors.
+    """
+    from eagle3pack.convert.merging.compute import require_mergeable
+
+    require_mergeable(plan, calibrated)
+
+
 def start_computation(
     plan: Plan,
     say: Callable[[str], None],

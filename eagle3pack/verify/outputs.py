@@ -8,13 +8,10 @@ from pathlib import Path
 
 from eagle3pack.documents import read_json_object
 from eagle3pack.errors import Eagle3PackError, PermissionDenied, UsageError
-from eagle3pack.sources import parse_location
-from eagle3pack.verify.context import CONFIG_NAME, RECORD_NAME
+from eagle3pack.sources import require_no_model_file
 from eagle3pack.verify.report import SCHEMA
-from eagle3pack.verify.weights import PICKLE_SUFFIXES
 
 _LONGEST_NAME = 230  # of 255 that file systems take, less what `write_report` adds meanwhile
-_MODEL_SUFFIXES = (".safetensors", ".index.json", *PICKLE_SUFFIXES)
 
 
 def require_report_path(path: Path, models: Iterable[str]) -> None:
@@ -29,7 +26,7 @@ def require_report_path(path: Path, models: Iterable[str]) -> None:
         PermissionDenied: the folder may not be written.
     """
     where = f"--report {path}"
-    _require_no_model_file(path, models, where)
+    require_no_model_file(path, models, where)
     if not _is_folder(path.parent):
         raise UsageError(f"there is no folder {path.parent}", where=where, hint="Make it first.")
     if os.path.lexists(path) and not _is_report(path):
@@ -51,27 +48,9 @@ def require_log_path(path: Path, models: Iterable[str]) -> None:
         UsageError: it would.
     """
     where = f"--engine-log {path}"
-    _require_no_model_file(path, models, where)
+    require_no_model_file(path, models, where)
     if not _is_folder(path.parent):
         raise UsageError(f"there is no folder {path.parent}", where=where, hint="Make it first.")
-
-
-def _require_no_model_file(path: Path, models: Iterable[str], where: str) -> None:
-    """By name, so that a file that is not there yet, such as an index, is kept free too."""
-    if path.name not in (CONFIG_NAME, RECORD_NAME) and not path.name.endswith(_MODEL_SUFFIXES):
-        return
-    for model in models:
-        location = parse_location(model)
-        if location.place != "local":
-            continue
-        place = Path(location.name)
-        folder = place if _is_folder(place) else place.parent
-        if os.path.realpath(path.parent) == os.path.realpath(folder):
-            raise UsageError(
-                f"is a file of the model {model}; it is not overwritten",
-                where=where,
-                hint="Give another name.",
-            )
 
 
 def _is_folder(path: Path) -> bool:

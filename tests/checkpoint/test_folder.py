@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from eagle3pack.checkpoint import folder as folder_module
-from eagle3pack.checkpoint.folder import new_folder, require_separate
+from eagle3pack.checkpoint.folder import new_folder, require_free, require_outside, require_separate
 from eagle3pack.errors import ConflictError, PermissionDenied, TransportError, UsageError
 
 
@@ -132,6 +132,37 @@ def test_overwriting_a_folder_that_is_no_draft_is_refused(tmp_path: Path) -> Non
     assert contents(tmp_path) == {"home/letters": "mine"}
 
 
+@pytest.mark.parametrize("other", ["diary.txt", "ckpts/step.safetensors", "LICENSE.pdf"])
+def test_overwriting_a_draft_with_other_things_in_it_is_refused(tmp_path: Path, other: str) -> None:
+    make_draft(tmp_path / "out", "old")
+    (tmp_path / "out" / other).parent.mkdir(exist_ok=True)
+    (tmp_path / "out" / other).write_text("mine")
+    with pytest.raises(ConflictError, match=rf"no conversion writes \({other.split('/')[0]}\)"):
+        write(tmp_path / "out", "new", overwrite=True)
+    assert contents(tmp_path) == {"out/config.json": "old", f"out/{other}": "mine"}
+    if other.startswith("LICENSE"):
+        require_free(tmp_path / "out", overwrite=True, beside=("LICENSE*",))
+
+
+def test_a_place_that_may_not_be_written_is_found_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(PermissionDenied, match="may not be written"):
+        require_free(tmp_path / "some" / "where", overwrite=False)
+
+
+def test_what_lies_in_out_would_be_lost(tmp_path: Path) -> None:
+    make_draft(tmp_path / "out", "x")
+    (tmp_path / "link").symlink_to("out")
+    for path in ("out", "out/c.cal", "link/new/c.cal"):
+        with pytest.raises(UsageError, match=r"^OUT .*(is|holds) a thing \("):
+            require_outside(tmp_path / path, tmp_path / "out", "a thing", hint="")
+    require_outside(tmp_path / "out-2", tmp_path / "out", "a thing", hint="")
+    with pytest.raises(UsageError, match=r"is a thing"):  # neither exists yet
+        require_outside(tmp_path / "new", tmp_path / "new", "a thing", hint="")
+
+
 def test_a_folder_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
     with (
         pytest.raises(ConflictError, match="exists"),
@@ -163,7 +194,7 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def test_overwriting_replaces_the_whole_folder(tmp_path: Path, swap: str) -> None:
     make_draft(tmp_path / "out", "old")
-    (tmp_path / "out" / "stale").write_text("x")
+    (tmp_path / "out" / "stale.safetensors").write_text("x")
     write(tmp_path / "out", "new", overwrite=True)
     assert contents(tmp_path) == {"out/config.json": "new"}
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]

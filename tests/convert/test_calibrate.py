@@ -14,7 +14,7 @@ import torch
 from eagle3pack.convert import calibrate
 from eagle3pack.convert.merging.calibration import read_calibration, write_calibration
 from eagle3pack.documents import schema_problems
-from eagle3pack.errors import InputError, UsageError
+from eagle3pack.errors import ConflictError, InputError, UsageError
 from tests.cli import Cli
 from tests.convert.merging.test_capture import write_target
 from tests.convert.test_command import convert, load, record
@@ -209,6 +209,19 @@ def test_a_calibration_of_other_weights_or_another_shape_is_refused(calibrated: 
     assert not (tmp_path / "gqa").exists()
 
 
+def test_an_earlier_calibration_is_replaced_with_overwrite_only(
+    calibrated: Path, source: Path, target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "c.cal"
+    shutil.copy(calibrated / "c.safetensors", kept)
+    options: dict[str, Any] = {"target": str(target), "calibrate_with": str(prompts), "method": "als"}
+    with pytest.raises(ConflictError, match="exists"):
+        convert(source, tmp_path / "gqa", save_calibration=kept, **options)
+    assert kept.read_bytes() == (calibrated / "c.safetensors").read_bytes()
+    convert(source, tmp_path / "gqa", save_calibration=kept, calibration_tokens=64, overwrite=True, **options)
+    assert kept.read_bytes() != (calibrated / "c.safetensors").read_bytes()
+
+
 def test_other_names_and_layouts_do_not_make_another_draft(calibrated: Path, tmp_path: Path) -> None:
     again = write_draft(tmp_path / "again", dtype="F32", prefix="layers.0.", shards=2)
     convert(
@@ -224,7 +237,10 @@ def test_other_names_and_layouts_do_not_make_another_draft(calibrated: Path, tmp
         ({"grouping": "auto"}, "--grouping auto: needs a calibration"),
         ({"calibrate_with": "shipped"}, "needs the target's weights"),
         ({"save_calibration": Path("c")}, "nothing is calibrated"),
-        ({"calibration": Path("c"), "calibrate_with": "shipped", "target": "x"}, "give either a file or"),
+        (
+            {"calibration": (Path("c"),), "calibrate_with": "shipped", "target": "x"},
+            "give one of them, not 2",
+        ),
         ({"calibrate_with": "shipped", "target": "x", "save_calibration": Path("no/c")}, "does not exist"),
     ],
 )
@@ -338,7 +354,7 @@ def test_a_dry_run_does_not_train(calibrated: Path, source: Path, tmp_path: Path
     [
         ({"heal": 5}, "--heal: needs a calibration"),
         ({"heal_state": Path("c")}, "--heal-state: nothing is trained"),
-        ({"heal": 5, "calibration": Path("c"), "heal_state": Path("no/c")}, "does not exist"),
+        ({"heal": 5, "calibration": (Path("c"),), "heal_state": Path("no/c")}, "does not exist"),
     ],
 )
 def test_healing_that_cannot_be_is_refused_before_anything_is_read(

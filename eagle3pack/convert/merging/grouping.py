@@ -6,14 +6,17 @@ permuting query heads and o_proj's columns, which changes no output and no confi
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from eagle3pack.convert.merging.metrics import Metric
-from eagle3pack.errors import InputError
+from eagle3pack.documents import MAX_JSON_BYTES, describe, read_file
+from eagle3pack.errors import InputError, UsageError
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -26,7 +29,35 @@ def contiguous(num_heads: int, num_groups: int) -> Groups:
     return tuple(tuple(range(start, start + size)) for start in range(0, num_heads, size))
 
 
-def checked(groups: Sequence[Sequence[int]], num_heads: int, num_groups: int) -> Groups:
+def read_groups(path: Path, num_heads: int, num_groups: int) -> Groups:
+    """The groups that a JSON file lists: [[0, 3], [1, 2]].
+
+    Raises:
+        UsageError: there is no such file.
+        InputError: it holds something else, or no partition of all heads into equal groups.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"{str(path)!r} is none of contiguous, similarity and auto, nor a file", where="--grouping"
+        )
+    try:
+        groups = json.loads(read_file(path, most=MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InputError(f"is not valid JSON ({reason})", where=str(path)) from None
+    if not isinstance(groups, list) or not all(
+        isinstance(group, list) and all(type(head) is int for head in group) for group in groups
+    ):
+        raise InputError(
+            f"holds {describe(groups)}, expected lists of key/value heads such as [[0, 3], [1, 2]]",
+            where=str(path),
+        )
+    return checked(groups, num_heads, num_groups, where=str(path))
+
+
+def checked(
+    groups: Sequence[Sequence[int]], num_heads: int, num_groups: int, *, where: str = "grouping"
+) -> Groups:
     """Groups that a user gave, sorted.
 
     Raises:
@@ -35,10 +66,10 @@ def checked(groups: Sequence[Sequence[int]], num_heads: int, num_groups: int) ->
     size = num_heads // num_groups
     if len(groups) != num_groups or any(len(group) != size for group in groups):
         found = " + ".join(str(len(group)) for group in groups)
-        raise InputError(f"expected {num_groups} groups of {size} heads, found {found}", where="grouping")
+        raise InputError(f"expected {num_groups} groups of {size} heads, found {found}", where=where)
     named = sorted(head for group in groups for head in group)
     if named != list(range(num_heads)):
-        raise InputError(f"expected every head 0 to {num_heads - 1} exactly once", where="grouping")
+        raise InputError(f"expected every head 0 to {num_heads - 1} exactly once", where=where)
     return _sorted(groups)
 
 
