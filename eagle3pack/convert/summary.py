@@ -125,7 +125,11 @@ class Summary:
             details.append(("changed", _changed(plan)))
         else:
             details.append(("changed", "no tensor; the weights are copied"))
-        details += [(label, self._quality(name)) for name, label in _LABELS.items() if name in self.quality]
+        details += [
+            (label if self._held_out else label.replace("held-out", "fitted"), self._quality(name))
+            for name, label in _LABELS.items()
+            if name in self.quality
+        ]
         if plan.renamed:
             old, new = next(iter(plan.renamed.items()))
             details.append(("renamed", f"{len(plan.renamed)} tensors ({old} -> {new}, ...)"))
@@ -147,6 +151,11 @@ class Summary:
             details.append(("retrain it with", hand_off.written.command))
             details += [("note", note) for note in hand_off.written.notes]
         return details
+
+    @property
+    def _held_out(self) -> bool:
+        """Figures of a calibration are of texts that nothing was fitted to."""
+        return self.quality.get("judged_on_held_out") != 0
 
     def _quality(self, name: str) -> str:
         value = self.quality[name]
@@ -175,20 +184,20 @@ class Summary:
             others = [f"source: {found['accepted_length_of_source']:.3f}"]
             others += [] if unhealed is None else [f"before healing: {unhealed:.3f}"]
             others += [f"mean pooling: {found['accepted_length_by_mean']:.3f}"]
-            return f"{found[name]:.3f} on held-out texts ({'; '.join(others)})"
+            texts = "held-out texts" if self._held_out else "the texts it was fitted on"
+            return f"{found[name]:.3f} on {texts} ({'; '.join(others)})"
         if name == "accepted_at_1":
             ours, theirs = (
                 ", ".join(f"{value:.3f}" for key, value in found.items() if re.fullmatch(pattern, key))
                 for pattern in (r"accepted_at_\d+", r"accepted_at_\d+_of_source")
             )
             return f"{ours} (source: {theirs})"
-        interval = ""
-        if "retention_low" in found:
-            interval = f", {found['retention_low']:.1%} to {found['retention_high']:.1%} in 95% of resamples"
-        return (
-            f"{found[name]:.1%}{interval}: {found['accepted_drafts_of_source']:,.0f} drafts of the source in "
-            f"{found['accepted_texts']:.0f} texts"
-        )
+        texts, drafts = round(found["accepted_texts"]), round(found["accepted_drafts_of_source"])
+        counts = f"{drafts:,} drafts of the source in {texts} text{'s' if texts != 1 else ''}"
+        if "retention_low" not in found:
+            return f"{found[name]:.1%} of {counts}: too few to tell"
+        low, high = found["retention_low"], found["retention_high"]
+        return f"{found[name]:.1%}, {low:.1%} to {high:.1%} in 95% of resamples: {counts}"
 
     def _same_tokens(self) -> str:
         shares = [share for name, share in self.quality.items() if name.startswith("same_token_at_step_")]

@@ -153,6 +153,23 @@ def test_without_what_a_replay_needs_the_accepted_length_is_left_out_and_why(
     assert "accepted length" in found.as_text() and "accepted by position" in found.as_text()
 
 
+def test_figures_of_texts_that_the_merge_was_fitted_on_are_called_so(
+    calibrated: Path, source: Path, tmp_path: Path
+) -> None:
+    made, file = read_calibration(calibrated / "c.safetensors"), tmp_path / "one.safetensors"
+    fitted = tuple(replace(stretch, held_out=False) for stretch in made.stretches)
+    write_calibration(replace(made, stretches=fitted), file)
+    found = convert(source, tmp_path / "gqa", num_kv_heads=2, method="als", calibration=(file,))
+    assert found.as_json()["quality"]["judged_on_held_out"] == 0
+    assert "held-out" not in found.as_text() and "on the texts it was fitted on" in found.as_text()
+    assert any("held no text out" in warning for warning in found.warnings)
+    written = record(tmp_path / "gqa")
+    assert schema_problems(written, "conversion") == []
+    assert written["layers"][0]["held_out"]["texts"] == "fitted"
+    held_out = record(calibrated / "gqa")["layers"][0]["held_out"]
+    assert held_out["texts"] == "held out"
+
+
 def test_a_kept_calibration_gives_the_same_draft_elsewhere(
     calibrated: Path, source: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,10 @@ from eagle3pack.engine.counters import (
 )
 from eagle3pack.engine.statistics import retention_interval
 
+# Of fewer, an interval says more of the bootstrap than of the drafts: two texts that agree give none at all.
+FEWEST_TEXTS = 5
+FEWEST_DRAFTS = 100  # of the source
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
@@ -32,7 +36,10 @@ class Acceptance:
     healed: tuple[Counters, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types only; definitions are vLLM's, and `verify`'s for retention and its 95 % interval."""
+        """JSON types only; definitions are vLLM's, and `verify`'s for retention and its 95 % interval.
+
+        There is no interval where texts or drafts are too few to tell.
+        """
         return {
             "num_texts": len(self.source),
             "source": self._figures(self.source),
@@ -62,7 +69,8 @@ class Acceptance:
 
     def _figures(self, ours: tuple[Counters, ...]) -> dict[str, Any]:
         mine, other = total(ours), total(self.source)
-        interval = retention_interval(ours, self.source)
+        enough = len(self.source) >= FEWEST_TEXTS and other.drafts >= FEWEST_DRAFTS
+        interval = retention_interval(ours, self.source) if enough else None
         return {
             "drafts": mine.drafts,
             "accepted_per_position": list(mine.accepted_per_position),

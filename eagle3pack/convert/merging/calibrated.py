@@ -35,6 +35,8 @@ class Judged:
         mean_output_error: of mean pooling with the same groups.
         output_errors: of every grouping that was tried.
         acceptance: of held-out texts; None where they could not be replayed.
+        held_out: false where the calibration held nothing out, so that all this is of what the merge was
+            fitted on.
     """
 
     merged: Merged
@@ -42,10 +44,12 @@ class Judged:
     mean_output_error: float
     output_errors: Mapping[str, float]
     acceptance: Acceptance | None = None
+    held_out: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types only."""
         return {
+            "texts": "held out" if self.held_out else "fitted",
             **self.fidelity.as_dict(),
             "output_error_by_mean": self.mean_output_error,
             "output_error_by_grouping": dict(self.output_errors),
@@ -65,7 +69,7 @@ def merge_judged(
     rest: Callable[[], Rest | None] = lambda: None,
     replay: Callable[[], Replay | None] = lambda: None,
 ) -> Judged:
-    """Merge one layer and compare it with its source on held-out activations.
+    """Merge one layer and compare it with its source on held-out activations, on all where none are.
 
     Args:
         weights, rope, options, metric, moments: as `merge`; with frequencies and activations.
@@ -105,4 +109,4 @@ def merge_judged(
             replaying.counters(best.weights),
             None if train is None else replaying.counters(result.weights),
         )
-    return Judged(result, fidelity, mean_error, errors, acceptance)
+    return Judged(result, fidelity, mean_error, errors, acceptance, bool(moments.held_out))

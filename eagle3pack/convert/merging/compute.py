@@ -252,9 +252,17 @@ class Merging:
                 {"merging": report.as_dict()}
                 | ({"held_out": self._judged[layer].as_dict()} if layer in self._judged else {})
                 | ({"heal": self._healed[layer].as_dict()} if layer in self._healed else {}),
-                (*report.notes, *self._heal_notes(layer), *self._left_out),
+                (*report.notes, *self._heal_notes(layer), *self._held_out_notes(layer), *self._left_out),
             )
             for layer, report in sorted(self._reports.items())
+        ]
+
+    def _held_out_notes(self, layer: int) -> list[str]:
+        if layer not in self._judged or self._judged[layer].held_out:
+            return []
+        return [
+            "the calibration held no text out: errors and acceptance are of the texts that the merge was "
+            "fitted on, and friendlier than others would be; of two conversations or more a tenth is held out"
         ]
 
     def _heal_notes(self, layer: int) -> list[str]:
@@ -289,6 +297,7 @@ class Merging:
         (judged,) = self._judged.values()  # a calibration knows one layer
         found = judged.fidelity
         quality = {
+            "judged_on_held_out": float(judged.held_out),
             "output_error": found.output_error,
             "output_error_by_mean": judged.mean_output_error,
             "attention_kl": found.attention_kl,
