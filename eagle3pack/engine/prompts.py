@@ -21,7 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from eagle3pack.documents import read_file
+from eagle3pack.documents import describe, read_file
 from eagle3pack.errors import InputError, UsageError
 
 SHIPPED_NAME = "eagle3pack prompts"
@@ -176,6 +176,9 @@ def _turns(item: Mapping[str, Any], where: str) -> list[Any]:
     for key in _TEXT_KEYS:
         if key in item:
             return [item[key]]
+    for key in ("turns", "messages"):
+        if key in item:
+            raise InputError(f"{key} is {describe(item[key])}, expected a list", where=where)
     raise InputError(
         f"has neither turns nor messages nor {', '.join(_TEXT_KEYS)}; it has {', '.join(item) or 'nothing'}",
         where=where,

@@ -403,7 +403,7 @@ def _require_room(target: Target, prompts: Sequence[Sequence[int]], settings: Se
             )
         if target.max_position and len(prompt) + settings.max_tokens > target.max_position:
             raise UsageError(
-                f"has {len(prompt)} tokens; with max_tokens {settings.max_tokens} that is more than the "
+                f"has {len(prompt)} tokens; with its answer that is more than the "
                 f"{target.max_position} positions of the target",
                 where=where,
             )

@@ -69,7 +69,14 @@ class SetFormat:
     file: str
 
 
-Mend = SetKey | RemoveKey | RenameTensor | DropTensor | SetFormat
+@dataclass(frozen=True, slots=True)
+class DropIndex:
+    """Leave an index out that names no file of the folder."""
+
+    file: str
+
+
+Mend = SetKey | RemoveKey | RenameTensor | DropTensor | SetFormat | DropIndex
 
 
 @dataclass(frozen=True, slots=True)

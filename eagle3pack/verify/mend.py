@@ -24,7 +24,16 @@ from eagle3pack.checkpoint.writer import PlannedFile, PlannedTensor, index_json,
 from eagle3pack.documents import to_json
 from eagle3pack.errors import ConflictError, InputError
 from eagle3pack.sources import COMPANION_PATTERNS, known_sha256, parse_location
-from eagle3pack.verify.check import DropTensor, Finding, Mend, RemoveKey, RenameTensor, SetKey, Undecided
+from eagle3pack.verify.check import (
+    DropIndex,
+    DropTensor,
+    Finding,
+    Mend,
+    RemoveKey,
+    RenameTensor,
+    SetKey,
+    Undecided,
+)
 from eagle3pack.verify.context import CONFIG_NAME, RECORD_NAME, Context
 from eagle3pack.verify.report import Examination, examine
 from eagle3pack.verify.schema import without_key
@@ -75,6 +84,8 @@ def _describe(mend: Mend, finding: Finding) -> str:
         return f"{mend.name} is now {mend.new_name}"
     if isinstance(mend, DropTensor):
         return f"left {mend.name} out"
+    if isinstance(mend, DropIndex):
+        return f"left {mend.file} out"
     return f"{mend.file}: metadata says format pt"
 
 
@@ -167,7 +178,7 @@ def write_mended_copy(context: Context, examination: Examination, out: Path) -> 
         for planned in files:
             result = write_file(planned, folder, _nothing_computed)
             written.append((result.name, result.nbytes, result.sha256 or ""))
-        if context.files.has_index:
+        if context.files.has_index and not context.files.index_is_stale:
             (folder / INDEX_FILE).write_bytes(index_json(files))
         (folder / CONFIG_NAME).write_text(to_json(mended_config(raw, mends)), "utf-8")
         for name in (INDEX_FILE, CONFIG_NAME):

@@ -30,6 +30,7 @@ class WeightFiles:
         index: the index file's JSON; None where there is none or it cannot be read.
         has_index: the index file is there.
         index_problem: why the index cannot be read, or "".
+        index_is_stale: model.safetensors is there and not one shard of the index.
         used: the safetensors files that engines load, sorted by name.
         missing: shards of the index that are not there.
         orphans: safetensors files that the index does not name.
@@ -40,6 +41,7 @@ class WeightFiles:
     has_index: bool
     index: Mapping[str, Any] | None
     index_problem: str
+    index_is_stale: bool
     used: tuple[Path, ...]
     missing: tuple[str, ...]
     orphans: tuple[str, ...]
@@ -75,8 +77,10 @@ def find_weight_files(folder: Path) -> WeightFiles:
     has_single, has_index = SINGLE_NAME in names, INDEX_NAME in names
     index, problem = _read_index(folder / INDEX_NAME) if has_index else (None, "")
     named = sorted(set(index["weight_map"].values())) if index is not None else []
-    if index is not None:
-        used = [name for name in named if name in safetensors]
+    shards = [name for name in named if name in safetensors]
+    stale = index is not None and has_single and not shards
+    if index is not None and not stale:
+        used = shards
     else:
         used = [SINGLE_NAME] if has_single else safetensors
     return WeightFiles(
@@ -84,6 +88,7 @@ def find_weight_files(folder: Path) -> WeightFiles:
         has_index,
         index,
         problem,
+        stale,
         used=tuple(folder / name for name in used),
         missing=tuple(name for name in named if name not in safetensors),
         orphans=tuple(name for name in safetensors if name not in used),

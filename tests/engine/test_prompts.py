@@ -83,6 +83,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt() -> None:
         ('{"turns": ["a", 3]}', "no text"),
         ('{"prompt": "  "}', "empty turn"),
         ('{"answer": "a"}', "has neither turns nor messages .* it has answer"),
+        ('{"turns": 5}', "file, line 1: turns is 5, expected a list"),
+        ('{"messages": "a"}', 'messages is "a", expected a list'),
         ('{"prompt": "a", "category": 3}', "category is no text"),
         ('{"messages": [{"role": "system", "content": "a"}]}', "role 'system'"),
         ('{"messages": [{"content": "a"}]}', "without a role"),

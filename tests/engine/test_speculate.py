@@ -299,7 +299,12 @@ def test_progress_and_answers_are_told(small: Target, make_draft: Callable[..., 
 
 @pytest.mark.parametrize(
     ("prompt", "problem"),
-    [([], "empty"), ([VOCABULARY], "vocabulary of 7"), ([-1], "vocabulary"), ([1] * 500, "512 positions")],
+    [
+        ([], "empty"),
+        ([VOCABULARY], "vocabulary of 7"),
+        ([-1], "vocabulary"),
+        ([1] * 500, "500 tokens; with its answer that is more than the 512 positions"),
+    ],
 )
 def test_prompts_that_cannot_be_read_are_refused(small: Target, prompt: list[int], problem: str) -> None:
     with pytest.raises(UsageError, match=problem) as error:

@@ -113,6 +113,18 @@ def test_what_says_mla_of_a_plain_draft_is_told(tmp_path: Path) -> None:
     assert "C04" in ids(examination, "warning") and "C31" in ids(examination, "note")
 
 
+@pytest.mark.parametrize(("rows", "fix"), [(4 * 32, "Write 4 if"), (7 * 32, "Export"), (50, "Export")])
+def test_no_number_of_heads_is_proposed_that_does_not_divide(rows: int, fix: str, tmp_path: Path) -> None:
+    draft = make(native(num_key_value_heads=8))
+    for name in ("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight"):
+        dtype, (_, columns), data = draft.tensors[name]
+        draft.tensors[name] = (dtype, (rows, columns), data[: rows * columns * 2])
+    _, examination = examined(draft, tmp_path)
+
+    (told,) = [o.findings for o in examination.all if o.check.id == "C10"]
+    assert len(told) == 2 and all(finding.fix.startswith(fix) for finding in told)
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_a_good_draft_has_no_error(name: str, tmp_path: Path) -> None:
     _, examination = examined(GOOD[name](), tmp_path)

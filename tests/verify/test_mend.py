@@ -15,6 +15,7 @@ from eagle3pack.errors import ConflictError, InputError
 from eagle3pack.verify.context import Context
 from eagle3pack.verify.mend import what_remains, write_mended_copy
 from eagle3pack.verify.report import examine
+from eagle3pack.verify.weights import INDEX_NAME
 from tests.verify import drafts, faults
 from tests.verify.test_faults import examined, ids
 
@@ -126,6 +127,24 @@ def test_a_null_is_left_out_only_where_it_says_nothing(tmp_path: Path) -> None:
 def test_what_was_written_is_shown_as_json(tmp_path: Path) -> None:
     done, _ = mended(faults.tied(), tmp_path)
     assert any(line.endswith("tie_word_embeddings = false") for line in done)
+
+
+def test_an_index_of_shards_that_are_gone_is_the_fault_beside_one_file(tmp_path: Path) -> None:
+    def leave_index(folder: Path) -> None:
+        index = {"metadata": {}, "weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}
+        (folder / INDEX_NAME).write_text(json.dumps(index))
+
+    draft = drafts.make()
+    draft.afterwards.append(leave_index)
+    context, examination = examined(draft, tmp_path)
+    write_mended_copy(context, examination, tmp_path / "mended")
+
+    (told,) = [outcome.findings for outcome in examination.failed("error")]
+    assert [finding.message for finding in told] == [
+        f"{INDEX_NAME} names not one file that is here: model.safetensors holds the weights"
+    ]
+    assert what_remains(context, tmp_path / "mended") == "no error is left"
+    assert not (tmp_path / "mended" / INDEX_NAME).exists()
 
 
 def test_what_is_left_is_said(tmp_path: Path) -> None:

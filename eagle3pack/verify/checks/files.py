@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3pack.verify.check import Check, Finding, SetFormat, Undecided, check
+from eagle3pack.verify.check import Check, DropIndex, Finding, SetFormat, Undecided, check
 from eagle3pack.verify.checks.settings import FLOAT8_DTYPES, QUANTISED_SUFFIXES
 from eagle3pack.verify.context import CONFIG_NAME, Context
 from eagle3pack.verify.weights import INDEX_NAME, SINGLE_NAME
@@ -49,6 +49,14 @@ def one_weight_source(context: Context) -> Iterator[Finding]:
         yield Finding(
             f"the index {files.index_problem}", "Write the index again, or one file.", file=INDEX_NAME
         )
+    if files.index_is_stale:
+        yield Finding(
+            f"{INDEX_NAME} names not one file that is here: {SINGLE_NAME} holds the weights",
+            f"Delete the index; or, if {SINGLE_NAME} is the stale one, get the shards.",
+            file=INDEX_NAME,
+            mends=(DropIndex(INDEX_NAME),),
+        )
+        return
     if files.has_single and files.has_index:
         yield Finding(
             f"both {SINGLE_NAME} and {INDEX_NAME} are here, and engines differ in which they take",

@@ -96,7 +96,7 @@ def draft_vocabulary_agrees(context: Context) -> Iterator[Finding]:
         yield Finding(
             f"lm_head has {rows} rows, draft_vocab_size is "
             + (f"absent, which means {vocab}" if declared is None else str(declared)),
-            f"Write {rows} if the weights are right.",
+            f"Write {rows} if the weights are right." if rows <= vocab else "Export the draft again.",
             file=CONFIG_NAME,
             key="draft_vocab_size",
             tensor=context.tensors["lm_head.weight"].name,

@@ -177,6 +177,7 @@ def key_value_heads_agree(context: Context) -> Iterator[Finding]:
             judged = True
             if rows not in _rows_allowed(context, layer):
                 heads = rows / config.head_dim
+                fits = heads.is_integer() and heads > 0 and config.num_attention_heads % heads == 0
                 yield Finding(
                     f"{projection}_proj has {rows} rows, {heads:g} heads of {config.head_dim}, but "
                     + (
@@ -185,13 +186,14 @@ def key_value_heads_agree(context: Context) -> Iterator[Finding]:
                         else f"num_key_value_heads is absent, which means {config.num_key_value_heads}"
                     ),
                     f"Write {heads:g} if the weights are right; to have fewer heads run `eagle3pack convert`."
-                    if heads.is_integer()
-                    else "Export the draft again.",
+                    if fits
+                    else f"Export the draft again: that is no number of heads for "
+                    f"{config.num_attention_heads} query heads.",
                     file=CONFIG_NAME,
                     key=".".join(path),
                     tensor=context.tensors[name].name,
                     found=config.num_key_value_heads if explicit else None,
-                    expected=int(heads) if heads.is_integer() else None,
+                    expected=int(heads) if fits else None,
                 )
     if not judged:
         raise Undecided("k_proj and v_proj are missing or no matrices (T01)")
