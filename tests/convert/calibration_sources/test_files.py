@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch import Tensor
 
 from eagle3pack.convert import calibrate
 from eagle3pack.convert.calibration_sources.feature_files import FeatureFolder
+from eagle3pack.convert.calibration_sources.files import doubt_of
+from eagle3pack.convert.calibration_sources.tables import load_draft_alone
 from eagle3pack.convert.merging.calibration import Calibration, merge_calibrations, read_calibration
 from eagle3pack.documents import schema_problems
 from eagle3pack.engine.generation import Settings
 from eagle3pack.engine.loading import load_draft
+from eagle3pack.engine.replay import KnownAnswer
 from eagle3pack.engine.speculate import generate
 from eagle3pack.engine.target import load_target
 from eagle3pack.errors import Eagle3PackError, InputError, UsageError
@@ -80,7 +84,14 @@ def texts(target: Path, source: Path) -> list[Text]:
 def calibrated(source: Path, folder: Path, **options: Any) -> Calibration:
     file = folder / "c.safetensors"
     convert(
-        source, folder / "gqa", num_kv_heads=2, method="svd", save_calibration=file, dry_run=True, **options
+        source,
+        folder / "gqa",
+        num_kv_heads=2,
+        method="svd",
+        save_calibration=file,
+        dry_run=True,
+        overwrite=True,  # of a calibration made before
+        **options,
     )
     return read_calibration(file)
 
@@ -227,6 +238,33 @@ def test_without_a_mask_every_token_is_an_answer(
     assert document["generation"]["output_tokens"] == sum(min(len(text[0]) - 1, MAX_TOKENS) for text in texts)
 
 
+def test_states_that_tell_the_draft_nothing_are_named(source: Path) -> None:
+    """A draft that proposes what its first state says, on its states, on noise and on another text's."""
+    draft = load_draft_alone(source, None, torch.float32)
+    assert draft.fc is not None and draft.lm_head is not None
+    for weight in (
+        draft.fc.weight,
+        draft.layers[0].self_attn.o_proj.weight,
+        draft.layers[0].mlp.down_proj.weight,
+    ):
+        torch.nn.init.zeros_(weight)
+    draft.fc.weight[:, :WIDTH] = torch.eye(WIDTH)
+    draft.norm.weight.fill_(1)
+    generator = torch.Generator().manual_seed(0)
+    answers = []
+    for _ in range(12):
+        tokens = torch.randint(len(draft.lm_head.weight), (42,), generator=generator)
+        states = torch.zeros(41, 3 * WIDTH)
+        states[:-1, :WIDTH] = draft.lm_head.weight[tokens[2:]]  # state t goes with token t + 1: t + 2 is next
+        answers.append(KnownAnswer(tokens, 2, states))
+    noise = [replace(a, states=torch.randn(a.states.shape, generator=generator)) for a in answers]
+    others = [replace(a, states=b.states) for a, b in zip(answers, answers[1:] + answers[:1], strict=True)]
+    assert doubt_of(draft, answers) == ""
+    for wrong in (noise, others):
+        assert "reverse order" in doubt_of(draft, wrong)
+    assert doubt_of(draft, noise[:2]) == doubt_of(draft, []) == ""  # too few to tell
+
+
 def test_eight_bit_states_are_scaled_back(tmp_path: Path, texts: list[Text]) -> None:
     states = texts[0][2].unflatten(1, (4, WIDTH))
     scales = states.abs().amax((1, 2), keepdim=True) / 448
@@ -362,7 +400,7 @@ def test_broken_files_are_one_clear_error(
     ("options", "message"),
     [
         ({"calibrate_from": Path("no")}, "no is no folder"),
-        ({"calibrate_from": Path(), "calibrate_with": "shipped"}, "give either a file or"),
+        ({"calibrate_from": Path(), "calibrate_with": "shipped"}, "give one of them"),
         ({"calibration_tokens": 100}, "--calibration-tokens: nothing is calibrated"),
     ],
 )

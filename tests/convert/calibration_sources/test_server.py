@@ -339,7 +339,7 @@ def test_nobody_there(tmp_path: Path, source: Path, prompts: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"endpoint": "http://h:1"}, "--endpoint: answers prompts"),
+        ({"endpoint": "http://h:1"}, "--endpoint: a server answers prompts"),
         ({"endpoint": "h:1", "calibrate_with": "shipped"}, "must be a URL"),
         ({"endpoint": "http://h:99999999", "calibrate_with": "shipped"}, "must be a URL"),
         ({"endpoint": "http://h:0", "calibrate_with": "shipped"}, "must be a URL"),
