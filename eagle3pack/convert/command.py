@@ -383,6 +383,12 @@ def _occupied(out: Path, overwrite: bool) -> Iterator[str]:
 def _warnings(plan: Plan, target: TargetSpec | None) -> Iterator[str]:
     if plan.computed:
         yield POOLED_WARNING if plan.request.only_pools else MERGED_WARNING
+    if plan.assumed_layers:
+        yield (
+            "the source's config names no auxiliary layers: the target's default "
+            f"{list(plan.assumed_layers)} was written, which is a guess; they must be those that the draft "
+            "was trained on"
+        )
     if plan.unknown:
         yield f"not tensors of an EAGLE3 draft, kept as they are: {', '.join(plan.unknown)}"
     if target is None:

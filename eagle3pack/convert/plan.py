@@ -135,6 +135,8 @@ class Plan:
         dropped: by name in the source, what is left out.
         unknown: names that are no tensors of an EAGLE3 draft; copied as they are.
         verbatim: the source's weight files and index, where they are copied as they are.
+        assumed_layers: the target's default auxiliary layers, where they are written because the source's
+            config names none.
     """
 
     request: Request
@@ -148,6 +150,7 @@ class Plan:
     dropped: Mapping[str, DroppedTensor]
     unknown: tuple[str, ...]
     verbatim: tuple[Path, ...] = ()
+    assumed_layers: tuple[int, ...] = ()
 
     @property
     def output_bytes(self) -> int:
@@ -174,8 +177,14 @@ def plan_conversion(
 
     Raises:
         UnsupportedDraftError, InputError: see `require_convertible`.
-        UsageError: the portable form needs what is not known, or als shall look too far.
+        UsageError: the portable form needs what is not known or has other names, or als shall look too far.
     """
+    if request.canonical and request.layout == "layers":
+        raise UsageError(
+            "--canonical names the first layer midlayer.",
+            where="--layout layers",
+            hint="Leave out one of the two.",
+        )
     _require_distance(request.closed_form.max_distance)
     names = require_convertible(config, checkpoint)
     logical = {actual: name for name, actual in names.items()}
@@ -185,7 +194,7 @@ def plan_conversion(
         for name, reason in _dropped(config, names, request, examined).items()
     }
     changing = _changing(config, names, request)
-    layout: Layout = "midlayer" if request.canonical and request.layout == "keep" else request.layout
+    layout: Layout = "midlayer" if request.canonical else request.layout
 
     tensors: list[PlannedTensor] = []
     computed: dict[str, ComputedTensor] = {}
@@ -219,6 +228,11 @@ def plan_conversion(
         dropped=dropped,
         unknown=tuple(actual for actual, name in logical.items() if name not in known),
         verbatim=_weight_files(checkpoint) if is_copy else (),
+        assumed_layers=(
+            after.aux_hidden_state_layer_ids or ()
+            if request.canonical and not config.aux_hidden_state_layer_ids
+            else ()
+        ),
     )
 
 

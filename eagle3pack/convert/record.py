@@ -115,6 +115,7 @@ def build_record(
             "draft_digest": draft_digest(digests) if len(digests) == len(output_files) else None,
         },
         "mends": [],
+        **({"assumed_aux_hidden_state_layer_ids": list(plan.assumed_layers)} if plan.assumed_layers else {}),
     }
 
 
