@@ -345,16 +345,16 @@ def _write(
                 plan, computation, config_path, folder, on_bytes=on_bytes, hashing=not options.no_hash
             )
         copied = copy_companions(source.folder, folder, COMPANION_PATTERNS)
-        prove(plan, folder, every_byte=options.prove)
+        proof = prove(plan, folder, every_byte=options.prove)
         previous = _previous_record(source.folder)
-        record = build_record(plan, source, source_files, previous, files, computation, calibration)
+        record = build_record(plan, source, source_files, previous, files, computation, calibration, proof)
         (folder / RECORD_NAME).write_text(to_json(record), "utf-8")
         if hand_off := summary.hand_off:
             with progress(f"writing for {hand_off.framework}", plan.output_bytes) as on_bytes:
                 written = write_hand_off(hand_off, folder, plan, on_bytes)
             summary = replace(summary, hand_off=replace(hand_off, written=written))
     digest = record["output"]["draft_digest"]
-    summary = replace(summary, written=True, copied_files=tuple(copied), digest=digest)
+    summary = replace(summary, written=True, copied_files=tuple(copied), digest=digest, proof=proof)
     return _with_results(summary, computation) if plan.computed else summary
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagle3pack.checkpoint.files import INDEX_FILE, open_checkpoint
+from eagle3pack.checkpoint.reading import same_bytes
 from eagle3pack.checkpoint.writer import copy_file, index_json, verify_written, write_file
 from eagle3pack.convert.compute import Computation
 from eagle3pack.convert.plan import Plan
-from eagle3pack.convert.record import OutputFile
+from eagle3pack.convert.record import OutputFile, Proof
 from eagle3pack.documents import read_json_object
 from eagle3pack.draft.config import parse_draft_config
 from eagle3pack.draft.tensors import expected_tensors, resolve_names
@@ -71,13 +72,16 @@ def _small_file(path: Path, hashing: bool) -> OutputFile:
     return OutputFile(path.name, len(data), hashlib.sha256(data).hexdigest() if hashing else None)
 
 
-def prove(plan: Plan, folder: Path, *, every_byte: bool) -> None:
+def prove(plan: Plan, folder: Path, *, every_byte: bool) -> Proof | None:
     """Check what was written: it describes itself, and unchanged tensors have the source's bytes.
 
     Args:
         plan: what was to be written.
         folder: where it was.
         every_byte: compare unchanged tensors as a whole, not only their first and last block.
+
+    Returns:
+        What was compared as a whole; None where `every_byte` is not asked for.
 
     Raises:
         MismatchError: it does not; this is a fault of the disk or of this program.
@@ -91,8 +95,14 @@ def prove(plan: Plan, folder: Path, *, every_byte: bool) -> None:
     for spec in expected_tensors(config).values():
         if spec.name in names and checkpoint.tensors[names[spec.name]].shape != spec.shape:
             raise MismatchError(f"{names[spec.name]} has another shape than planned", where=str(folder))
+    unchanged = [tensor.source for file in plan.files for tensor in file.tensors if tensor.source is not None]
     if not plan.verbatim:
         verify_written(plan.files, folder, every_byte=every_byte)
+    elif every_byte:
+        for entry in unchanged:
+            if not same_bytes(entry, checkpoint.tensors[entry.name]):
+                raise MismatchError(f"tensor {entry.name} is not the one in {entry.path}", where=str(folder))
+    return Proof(len(unchanged), sum(entry.nbytes for entry in unchanged)) if every_byte else None
 
 
 def copy_companions(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[str]:

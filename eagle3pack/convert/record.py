@@ -57,6 +57,19 @@ class OutputFile:
     sha256: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What --prove compared with the source, every byte of it.
+
+    Attributes:
+        tensors: that no method changed.
+        bytes: of them.
+    """
+
+    tensors: int
+    bytes: int
+
+
 def build_record(
     plan: Plan,
     source: Source,
@@ -65,6 +78,7 @@ def build_record(
     output_files: Sequence[OutputFile],
     computation: Computation,
     calibration: Mapping[str, Any] | None = None,
+    proof: Proof | None = None,
 ) -> dict[str, Any]:
     """The record as a JSON document; pure but for the clock.
 
@@ -76,6 +90,7 @@ def build_record(
         output_files: config.json, weights and index.
         computation: what made the new values; carried out.
         calibration: the document of the calibration that was used.
+        proof: that unchanged tensors are the source's, where it was asked for.
     """
     local = source.location.place == "local"
     digests = [(file.path, file.size, file.sha256) for file in output_files if file.sha256 is not None]
@@ -116,6 +131,7 @@ def build_record(
         },
         "mends": [],
         **({"assumed_aux_hidden_state_layer_ids": list(plan.assumed_layers)} if plan.assumed_layers else {}),
+        **({"proved": asdict(proof)} if proof else {}),
     }
 
 

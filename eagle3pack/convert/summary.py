@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eagle3pack.checkpoint.files import Checkpoint
 from eagle3pack.convert.handoff.command import HandOff
 from eagle3pack.convert.plan import Plan, count_parameters, kv_bytes_per_token
+from eagle3pack.convert.record import Proof
 from eagle3pack.convert.requirements import FLOAT_DTYPES
 
 POOLED_WARNING = (
@@ -51,6 +52,7 @@ class Summary:
         quality: what the method says of its result, by name; see the schema. Empty where it did not run.
         warnings: what the user should not overlook.
         hand_off: what is written for a framework that retrains.
+        proof: what was compared with the source as a whole.
     """
 
     plan: Plan
@@ -65,6 +67,7 @@ class Summary:
     quality: Mapping[str, float] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     hand_off: HandOff | None = None
+    proof: Proof | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of `--json`."""
@@ -89,6 +92,7 @@ class Summary:
             "quality": dict(self.quality),
             "draft_digest": self.digest,
             "hand_off": self.hand_off.as_json() if self.hand_off else None,
+            "proved": asdict(self.proof) if self.proof else None,
             "warnings": list(self.warnings),
         }
 
@@ -139,6 +143,9 @@ class Summary:
         ]
         details += [("not left out", f"{name}: {why}") for name, why in self.not_stripped.items()]
         details.append(("files", ", ".join([*(file.name for file in plan.files), *self.copied_files])))
+        if self.proof:
+            compared = f"{self.proof.tensors} unchanged tensors, {_gigabytes(self.proof.bytes)}"
+            details.append(("proved", f"{compared}: every byte is the source's"))
         if self.digest:
             details.append(("draft digest", self.digest))
         if self.hand_off:
