@@ -78,8 +78,12 @@ def require_valid(document: Mapping[str, Any], name: str, *, where: str) -> None
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """A document as it is written to disk: indented, lists of numbers on one line, a final newline."""
+    """A document as it is written to disk: indented, lists of numbers on one line, a final newline.
+
+    Bytes of a file's name that are no UTF-8 become question marks: JSON has no other place for them.
+    """
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    text = text.encode("utf-8", "replace").decode("utf-8")
     # A raw newline cannot stand inside a JSON string, so that this touches no text.
     return (
         re.sub(r'\[\n\s+([^\[\]{}"]*?)\n\s*\]', lambda list_: f"[{' '.join(list_[1].split())}]", text) + "\n"

@@ -10,6 +10,13 @@ from eagle3pack import console
 from eagle3pack.cli.options import ByteSize, FilePath, GroupedCommand, common_options, option_group
 
 
+def _once(ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
+    """The value of an option that a user may think repeatable: Click itself keeps the last one in silence."""
+    if len(value) > 1:
+        raise click.BadParameter(f"given {len(value)} times, expected once", ctx, param)
+    return value[0] if value else None
+
+
 @click.command(cls=GroupedCommand)
 @click.argument("source")
 @click.argument("out", type=click.Path())
@@ -51,6 +58,8 @@ from eagle3pack.cli.options import ByteSize, FilePath, GroupedCommand, common_op
     "Calibration and healing",
     click.option(
         "--calibrate-with",
+        multiple=True,
+        callback=_once,
         metavar="PROMPTS",
         help="Let TARGET and SOURCE answer these prompts first, and merge by what the attention reads: a "
         "file, or the word shipped for the prompts that come with this package.",
@@ -64,6 +73,8 @@ from eagle3pack.cli.options import ByteSize, FilePath, GroupedCommand, common_op
     click.option(
         "--calibrate-from",
         type=FilePath(),
+        multiple=True,
+        callback=_once,
         metavar="FOLDER",
         help="The same on hidden states that a trainer keeps: files of speculators' generate-offline-data "
         "or SpecForge's prepare_hidden_states.py. TARGET is needed where SOURCE shares its embeddings.",
@@ -126,6 +137,8 @@ from eagle3pack.cli.options import ByteSize, FilePath, GroupedCommand, common_op
     click.option(
         "--retrain-with",
         type=(click.Choice(["torchspec", "specforge", "speculators"]), FilePath()),
+        multiple=True,
+        callback=_once,
         metavar="torchspec|specforge|speculators DIR",
         help="Also write in DIR what that framework needs to retrain the new draft.",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -422,3 +423,27 @@ def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
     (tmp_path / "probe").write_text("")
     expected = stat.S_IMODE((tmp_path / "probe").stat().st_mode)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "gqa").iterdir()} == {expected}
+
+
+def test_a_folder_whose_name_is_no_utf8_is_converted(cli: Cli, tmp_path: Path) -> None:
+    source = write_draft(tmp_path / os.fsdecode(b"bad\xff"))
+    result = cli("convert", source, tmp_path / os.fsdecode(b"out\xff"), "--num-kv-heads", "2")
+    assert result.code == 0, result.err
+    assert record(tmp_path / os.fsdecode(b"out\xff"))["source"]["id"] == "bad?"
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--retrain-with", (("torchspec", "a"), ("specforge", "b"))),
+        ("--calibrate-from", (("a",), ("b",))),
+        ("--calibrate-with", (("a",), ("b",))),
+    ],
+)
+def test_an_option_of_which_one_would_be_dropped_is_refused(
+    cli: Cli, tmp_path: Path, option: str, values: tuple[tuple[str, ...], ...]
+) -> None:
+    twice = [word for value in values for word in (option, *value)]
+    result = cli("convert", write_draft(tmp_path / "mha"), tmp_path / "gqa", "--num-kv-heads", "2", *twice)
+    assert result.code == 2 and option in result.err and "given 2 times" in result.err
+    assert not (tmp_path / "gqa").exists()

@@ -28,13 +28,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from eagle3pack.checkpoint.as_torch import load_tensor
+from eagle3pack.checkpoint.as_torch import load_tensor, save_tensors
 from eagle3pack.checkpoint.header import Header, TensorEntry, read_header
 from eagle3pack.checkpoint.reading import iter_blocks
 from eagle3pack.convert.merging.moments import Moments, Sample
-from eagle3pack.documents import parse_json_object, require_valid
+from eagle3pack.documents import parse_json_object, require_valid, to_json
 from eagle3pack.draft.config import DraftConfig
-from eagle3pack.errors import InputError, PermissionDenied
+from eagle3pack.errors import InputError
 
 SCHEMA = "eagle3pack/calibration/1"
 METADATA_KEY = "eagle3pack_calibration"
@@ -202,12 +202,9 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     """Write a calibration file, complete or not at all.
 
     Raises:
-        PermissionDenied: the place may not be written.
-        InputError: there is no such folder.
+        PermissionDenied: the place cannot be written.
+        TransportError: the disk is full, or broken.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     stretches = calibration.stretches
     width = calibration.document["draft"]["hidden_size"]
     none = torch.empty(0, width, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
@@ -227,17 +224,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     answer = [s.answer for s in stretches if s.answer is not None]
     if stretches and len(token_ids) == len(answer) == len(stretches):  # not merged with an old one
         tensors |= {"token_ids": torch.cat(token_ids), "answer": torch.cat(answer).to(torch.uint8)}
-    metadata = {METADATA_KEY: json.dumps(calibration.document, ensure_ascii=False, allow_nan=False)}
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
-        temporary.replace(path)
-    except PermissionError:
-        raise PermissionDenied("may not be written", where=str(path)) from None
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot be written ({error})", where=str(path)) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_tensors(path, tensors, {METADATA_KEY: to_json(calibration.document)})
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagle3pack.convert.merging import calibration as calibration_module
@@ -24,7 +28,7 @@ from eagle3pack.convert.merging.calibration import (
 )
 from eagle3pack.documents import schema_problems
 from eagle3pack.draft.config import parse_draft_config
-from eagle3pack.errors import InputError
+from eagle3pack.errors import InputError, PermissionDenied, TransportError
 from tests.tiny import native_config
 
 H = 6
@@ -212,8 +216,36 @@ def test_a_file_that_lies_is_refused(tmp_path: Path, name: str, value: Any, mess
 
 
 def test_a_folder_that_does_not_exist_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(PermissionDenied, match=r"cannot be written \(No such file or directory\)"):
         write_calibration(calibration(), tmp_path / "nowhere" / "c.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(errno.EACCES, PermissionDenied), (errno.EROFS, PermissionDenied), (28, TransportError)],
+)
+def test_what_the_system_says_of_a_file_is_said_plainly_and_an_old_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
+) -> None:
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(b"old")
+
+    def save_file(*_: Any, **__: Any) -> None:
+        raise SafetensorError(f"Error while serializing: I/O error: x (os error {code}) at path .tmpYbfbs8")
+
+    monkeypatch.setattr("safetensors.torch.save_file", save_file)
+    with pytest.raises(error, match=rf"cannot be written \({os.strerror(code)}\)$"):
+        write_calibration(calibration(), path)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_mode_of_a_calibration_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_calibration(calibration(), tmp_path / "c.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "c.safetensors").stat().st_mode) == 0o644
 
 
 def test_an_entry_sees_true_states_before_its_round_and_its_round_up_to_itself() -> None:
