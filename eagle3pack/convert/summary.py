@@ -191,8 +191,8 @@ class Summary:
             others = [f"source: {found['accepted_length_of_source']:.3f}"]
             others += [] if unhealed is None else [f"before healing: {unhealed:.3f}"]
             others += [f"mean pooling: {found['accepted_length_by_mean']:.3f}"]
-            texts = "held-out texts" if self._held_out else "the texts it was fitted on"
-            return f"{found[name]:.3f} on {texts} ({'; '.join(others)})"
+            which = "held-out texts" if self._held_out else "the texts it was fitted on"
+            return f"{found[name]:.3f} on {which} ({'; '.join(others)})"
         if name == "accepted_at_1":
             ours, theirs = (
                 ", ".join(f"{value:.3f}" for key, value in found.items() if re.fullmatch(pattern, key))
