@@ -143,7 +143,7 @@ def _once(ctx: click.Context, param: click.Parameter, value: tuple[Any, ...]) ->
         help="Also write in DIR what that framework needs to retrain the new draft.",
     ),
 )
-@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT, and an earlier calibration, if they exist.")
 @click.option("--hash-source", is_flag=True, help="Record the sha256 of the source's files too.")
 @click.option("--prove", is_flag=True, help="Compare every unchanged byte of the result with the source.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
