@@ -234,7 +234,8 @@ def _open(options: CalibrationOptions, plan: Plan, draft: Source, say: Callable[
     assert options.prompts is not None
     prompts = _prompts(options.prompts)
     who = "the target" if options.endpoint is None else f"the server at {options.endpoint}"
-    say(f"calibrating: {who} answers {len(prompts.prompts)} prompts of {prompts.name}")
+    count = len(prompts.prompts)
+    say(f"calibrating: {who} answers {count} prompt{'s' if count != 1 else ''} of {prompts.name}")
     if options.endpoint is not None:
         from eagle3pack.convert.calibration_sources.server import open_server
 
