@@ -103,6 +103,7 @@ def run_publish(folder: Path, options: PublishOptions, around: Surroundings) -> 
     destinations = _destinations(options)
     languages = _languages(options.lang)
     _require_sense(options, destinations, around)
+    _require_render_apart(options, folder)
     config = options.config or _find_settings(folder)
     declared = settings.read_settings(config)
     require_another_repository(destinations, declared)
@@ -272,6 +273,14 @@ def _require_sense(
     asks = not (options.yes or options.dry_run or options.offline or options.check_card)
     if asks and around.confirm is None:
         raise UsageError("there is no terminal to ask on", hint="Look with --dry-run, then give --yes.")
+
+
+def _require_render_apart(options: PublishOptions, folder: Path) -> None:
+    """Refuse to render into the draft's folder: the next run would find a stranger there."""
+    if options.render_to is not None and options.render_to.resolve().is_relative_to(folder.resolve()):
+        raise UsageError(
+            f"{options.render_to} is in the draft's folder", where="--render-to", hint="Name another folder."
+        )
 
 
 def _require_receipt_apart(options: PublishOptions, config: Path, draft: DraftFolder) -> None:

@@ -83,7 +83,7 @@ def json_document(name: str, content: bytes) -> Document:
     """
     try:
         value = json.loads(content, parse_float=Decimal)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"is no JSON ({error})", where=name) from None
     return Document(name, hashlib.sha256(content).hexdigest(), value)
 

@@ -52,6 +52,12 @@ def require_bound(written: str, *, where: str) -> None:
     """
     if "<" in written and re.search(r"<[!/A-Za-z]", written):
         raise InputError("holds HTML", where=where, hint="Write Markdown.")
+    if brace := re.search(r"\{\{.{0,40}|\}\}", REFERENCE.sub("", written)):
+        raise InputError(
+            f"has {brace[0]!r}, which is no reference",
+            where=where,
+            hint="Write a reference as {{ report.json#/pointer }}.",
+        )
     for sentence in filter(None, _SENTENCE.split(written)):
         for claim in _CLAIM.finditer(sentence):
             if not REFERENCE.search(sentence):

@@ -126,7 +126,7 @@ def hub_templates(path: Path) -> dict[HubKey, str]:
     """
     try:
         document = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(document, dict) or schema_problems(document, "receipt"):
         return {}

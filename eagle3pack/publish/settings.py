@@ -74,6 +74,8 @@ def _parse(content: bytes, where: str) -> Any:
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         what = error.problem or error.context or "it cannot be read"
         raise InputError(f"is no YAML that is understood ({place}{what})", where=where) from None
+    except RecursionError:
+        raise InputError("is nested too deeply", where=where) from None
     except (yaml.YAMLError, ValueError) as error:  # not UTF-8; a date that is none
         raise InputError(f"is no YAML ({str(error).splitlines()[0]})", where=where) from None
 

@@ -18,11 +18,13 @@ from eagle3pack.verify.check import ENGINES, Engine
 from eagle3pack.verify.context import CONFIG_NAME, Context, Options
 from eagle3pack.verify.report import Examination, build_report, examine
 from eagle3pack.verify.text import render, render_failures
+from eagle3pack.verify.weights import PICKLE_SUFFIXES
 
 if TYPE_CHECKING:
     from eagle3pack.draft.target import TargetSpec
     from eagle3pack.verify.smoke.options import Subject
 
+WEIGHT_SUFFIXES = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -179,6 +181,10 @@ def run_verify(
 
 def _resolve_target(text: str) -> TargetSpec:
     """See `resolve_target`; a draft is no target, even where its config lacks what a target's has."""
+    if Path(text).suffix in WEIGHT_SUFFIXES and Path(text).is_file():
+        raise UsageError(
+            "is a file of weights", where=f"--target {text}", hint="Give the folder, or its config.json."
+        )
     try:
         target = resolve_target(text)
     except InputError:

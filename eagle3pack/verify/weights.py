@@ -79,10 +79,8 @@ def find_weight_files(folder: Path) -> WeightFiles:
     named = sorted(set(index["weight_map"].values())) if index is not None else []
     shards = [name for name in named if name in safetensors]
     stale = index is not None and has_single and not shards
-    if index is not None and not stale:
-        used = shards
-    else:
-        used = [SINGLE_NAME] if has_single else safetensors
+    loose = [SINGLE_NAME] if has_single else safetensors
+    used = loose if index is None or stale else shards
     return WeightFiles(
         has_single,
         has_index,

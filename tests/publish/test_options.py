@@ -38,6 +38,7 @@ from tests.publish.conftest import HF, Place
         (("--tag", "v1..2"), (HF,), "no name of a tag"),
         (("--check-card", "--tag", "v1"), (HF,), "--tag is for publishing"),
         (("--check-card", "--replace-card"), (HF,), "--replace-card is for publishing"),
+        (("--render-to", "draft/cards", "--dry-run"), (HF,), "is in the draft's folder"),
         (("--receipt", "report.json"), (HF,), "would be overwritten"),
         (("--receipt", "draft/../publish.yaml"), (HF,), "would be overwritten"),
         (("--receipt", "draft/config.json"), (HF,), "would be overwritten"),

@@ -66,6 +66,12 @@ def test_claims_need_a_source(written: str) -> None:
         bind(written)
 
 
+@pytest.mark.parametrize("written", ["A draft {{ unclosed", "of {{ report.json }}", "with braces }}"])
+def test_braces_that_are_no_reference_are_refused(written: str) -> None:
+    with pytest.raises(InputError, match="which is no reference"):
+        bind(written)
+
+
 def test_a_reference_is_a_source() -> None:
     text, ledger = bind("Up to {{ report.json#/runs/0/length }} tokens on {{report.json#/runs/0/name}}.")
     assert text == "Up to 2.668 tokens on MT-Bench."

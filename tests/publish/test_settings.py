@@ -83,3 +83,7 @@ def test_yaml_that_the_reader_chokes_on(tmp_path: Path, text: str) -> None:
 
 def test_a_license_name_that_no_hub_would_show(tmp_path: Path) -> None:
     assert "license_name" in refusal(tmp_path, SOUND + "license_name: mine\n").problem
+
+
+def test_one_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "name: " + "[" * 5000).problem == "is nested too deeply"

@@ -291,3 +291,11 @@ def test_known_faults_of_producers_are_named(tmp_path: Path, target: str) -> Non
     folder = faults.pruned_with_offsets().write(tmp_path / "draft")
     result = run(folder, "--target", target, "--engine", "none")
     assert "known: TorchSpec: lm_head pruned with offsets" in result.stdout
+
+
+def test_weights_and_a_device_of_nowhere_are_named(tmp_path: Path, target: str) -> None:
+    folder = drafts.make().write(tmp_path / "draft")
+    with pytest.raises(UsageError, match="is a file of weights"):
+        run(folder, "--target", Path(target) / "model.safetensors")
+    with pytest.raises(UsageError, match="--device: PyTorch knows no device 'potato'"):
+        run(folder, "--target", target, "--device", "potato")

@@ -204,5 +204,5 @@ def _json_or_text(value: str | None) -> Any:
         return True
     try:
         return json.loads(value)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return value

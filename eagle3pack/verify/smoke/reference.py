@@ -178,8 +178,10 @@ def require_device(name: str | None) -> torch.device:
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise UsageError(str(error).splitlines()[0], where="--device") from None
+    except RuntimeError:
+        raise UsageError(
+            f"PyTorch knows no device {name!r}", where="--device", hint="For example cpu, cuda or cuda:1."
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("no GPU is available to PyTorch", where="--device", hint="Use --device cpu.")
     return device
