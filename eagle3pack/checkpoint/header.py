@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from eagle3pack.checkpoint.opening import opened, require_weights
+from eagle3pack.checkpoint.opening import GET_ANEW, opened, require_weights
 from eagle3pack.documents import describe, parse_json_object
 from eagle3pack.errors import InputError
 
@@ -214,7 +214,7 @@ def _header_length(head: bytes, file_bytes: int, path: Path) -> int:
         raise InputError(
             f"is {file_bytes} bytes long, too short for a safetensors file",
             where=str(path),
-            hint="Download it again.",
+            hint=GET_ANEW,
         )
     (length,) = _LENGTH.unpack_from(head)
     if length > MAX_HEADER_BYTES:
@@ -226,7 +226,7 @@ def _header_length(head: bytes, file_bytes: int, path: Path) -> int:
         raise InputError(
             f"is truncated: its header alone is {length:,} bytes and the file {file_bytes:,}",
             where=str(path),
-            hint="Download it again.",
+            hint=GET_ANEW,
         )
     return int(length)
 
@@ -292,7 +292,7 @@ def _require_cover(entries: list[TensorEntry], data_start: int, file_bytes: int,
         raise InputError(
             f"is truncated: {expected - file_bytes:,} of {expected:,} bytes are missing",
             where=str(path),
-            hint="Download it again.",
+            hint=GET_ANEW,
         )
     if expected < file_bytes:
         raise InputError(f"has {file_bytes - expected:,} bytes after its last tensor", where=str(path))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from eagle3pack.errors import Eagle3PackError, InputError, PermissionDenied
 
+GET_ANEW = "Download it again, or make it again where it is your own."  # trainers' and our own files too
+
 # What stands under the name of a weight file when a download or a renaming went wrong; in lower case.
 _LOOKALIKES: Mapping[bytes, tuple[str, str]] = {
     b"version https://git-lfs": (
@@ -52,7 +54,7 @@ def require_weights(head: bytes, path: Path) -> None:
         InputError: they do.
     """
     if not head:
-        raise InputError("is empty", where=str(path), hint="Download it again.")
+        raise InputError("is empty", where=str(path), hint=GET_ANEW)
     for magic, (problem, hint) in _LOOKALIKES.items():
         if head.lower().startswith(magic):
             raise InputError(problem, where=str(path), hint=hint)

@@ -265,6 +265,18 @@ def test_states_that_tell_the_draft_nothing_are_named(source: Path) -> None:
     assert doubt_of(draft, noise[:2]) == doubt_of(draft, []) == ""  # too few to tell
 
 
+def test_an_empty_file_of_ones_own_is_not_to_be_downloaded_alone(tmp_path: Path) -> None:
+    for name, content in (("hs_0.safetensors", b""), ("hs_1.safetensors", (99).to_bytes(8, "little") + b"{")):
+        (tmp_path / name).write_bytes(content)
+    for index in range(2):
+        with pytest.raises(InputError) as raised:
+            FeatureFolder(tmp_path).read(index)
+        assert "make it again" in raised.value.hint
+    with pytest.raises(InputError) as raised:
+        read_calibration(tmp_path / "hs_0.safetensors")
+    assert "make it again" in raised.value.hint
+
+
 def test_eight_bit_states_are_scaled_back(tmp_path: Path, texts: list[Text]) -> None:
     states = texts[0][2].unflatten(1, (4, WIDTH))
     scales = states.abs().amax((1, 2), keepdim=True) / 448
