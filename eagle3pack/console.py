@@ -104,16 +104,25 @@ class _Pace:
     unit: str
     start: float
     done: int = 0
+    marked: tuple[float, int] = (0.0, 0)  # when the last line was shown, and what was done by then
 
     def amount(self, count: float) -> str:
         return format_bytes(count) if self.unit == "B" else f"{count:,.0f}"
 
+    def __post_init__(self) -> None:
+        self.marked = (self.start, 0)
+
+    def per_s(self) -> float:
+        """Since the last line: a slow start tells nothing of what is left."""
+        then, done = self.marked
+        return (self.done - done) / max(time.monotonic() - then, 1e-9)
+
     def rate(self) -> str:
-        per_s = self.done / max(time.monotonic() - self.start, 1e-9)
+        per_s = self.per_s()
         return f"{format_bytes(per_s)}/s" if self.unit == "B" else f"{per_s:.3g} {self.unit}/s"
 
     def line(self) -> str:
-        left = (time.monotonic() - self.start) * max(self.total / self.done - 1, 0)
+        left = max(self.total - self.done, 0) / max(self.per_s(), 1e-9)
         return (
             f"{self.label}: {self.amount(self.done)} of {self.amount(self.total)}, {self.rate()}, "
             f"{format_seconds(left)} left"
@@ -159,5 +168,6 @@ def progress(label: str, total: int, *, unit: str = "B") -> Iterator[Callable[[i
             if now >= next_line and pace.done:
                 next_line = now + LINE_EVERY_S * min(max((now - pace.start) / 150, 1), 8)  # ever more rarely
                 say(pace.line())
+                pace.marked = (now, pace.done)
 
         yield note

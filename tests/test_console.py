@@ -59,6 +59,20 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     assert capsys.readouterr().err == "converting: 2 GB of 6 GB, 100 MB/s, 40 s left\n"
 
 
+def test_a_slow_start_tells_nothing_of_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with console.progress("calibrating", 300, unit="tokens") as advance:
+        now += 100
+        advance(1)
+        for _ in range(16):
+            now += 1
+            advance(10)
+    assert capsys.readouterr().err.splitlines()[-1] == "calibrating: 151 of 300, 10 tokens/s, 15 s left"
+
+
 def test_what_takes_an_hour_is_told_less_often(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,7 +103,7 @@ class ApiClient:
         sampling: Sampling,
         *,
         max_concurrency: int,
-        on_completion: Callable[[Completion], None],
+        on_answers: Callable[[int], None],
     ) -> list[tuple[Completion, ...]]:
         """Hold all conversations, so many at once.
 
@@ -125,7 +125,7 @@ class ApiClient:
 
             async def hold(conversation: Conversation) -> tuple[Completion, ...]:
                 async with slots:
-                    return await self._hold(http, conversation, sampling, on_completion)
+                    return await self._hold(http, conversation, sampling, on_answers)
 
             tasks = [asyncio.ensure_future(hold(conversation)) for conversation in conversations]
             try:
@@ -140,20 +140,20 @@ class ApiClient:
         http: httpx.AsyncClient,
         conversation: Conversation,
         sampling: Sampling,
-        on_completion: Callable[[Completion], None],
+        on_answers: Callable[[int], None],
     ) -> tuple[Completion, ...]:
         parameters = self._sampling(sampling)
         if conversation.token_ids:
             body: dict[str, Any] = {"prompt": list(conversation.token_ids)}
             completion = await self._request(http, "/v1/completions", body | parameters)
-            on_completion(completion)
+            on_answers(1)
             return (completion,)
         completions: list[Completion] = []
         for number in range(1, len(conversation.turns) + 1):
             answers = [completion.text for completion in completions]
             completion = await self._turn(http, conversation.turns[:number], answers, parameters)
             completions.append(completion)
-            on_completion(completion)
+            on_answers(1)
         return tuple(completions)
 
     async def _turn(

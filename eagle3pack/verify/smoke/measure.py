@@ -78,7 +78,7 @@ def measure(
     sampling: Sampling,
     *,
     max_concurrency: int,
-    on_completion: Callable[[Completion], None] = lambda completion: None,
+    on_answers: Callable[[int], None] = lambda count: None,
 ) -> Measurement:
     """Let an engine that was started answer the questions.
 
@@ -88,7 +88,7 @@ def measure(
         questions: at least one.
         sampling: for all of them.
         max_concurrency: conversations at once.
-        on_completion: called after each turn.
+        on_answers: told how many more turns are answered; those of one batch together.
 
     Raises:
         EngineError: the engine fails, or does not speculate although it should.
@@ -99,7 +99,7 @@ def measure(
             [question.conversation for question in part],
             sampling,
             max_concurrency=max_concurrency,
-            on_completion=on_completion,
+            on_answers=on_answers,
         )
 
     warm_up = _warm_up(engine, questions[0].conversation)

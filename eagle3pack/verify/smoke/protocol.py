@@ -116,7 +116,7 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         max_concurrency: int,
-        on_completion: Callable[[Completion], None] = lambda completion: None,
+        on_answers: Callable[[int], None] = lambda count: None,
     ) -> list[tuple[Completion, ...]]:
         """Answer every turn of every conversation.
 
@@ -124,7 +124,7 @@ class Engine(Protocol):
             conversations: any number.
             sampling: for all of them.
             max_concurrency: conversations that run at once.
-            on_completion: called after each turn.
+            on_answers: told how many more turns are answered; those of one batch together.
 
         Returns:
             For each conversation its completions, one a turn.

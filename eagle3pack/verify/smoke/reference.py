@@ -115,7 +115,7 @@ class ReferenceEngine:
         sampling: Sampling,
         *,
         max_concurrency: int,
-        on_completion: Callable[[Completion], None] = lambda completion: None,
+        on_answers: Callable[[int], None] = lambda count: None,
     ) -> list[tuple[Completion, ...]]:
         """Answer every turn of every conversation; all first turns come before the second ones."""
         answers: list[list[Completion]] = [[] for _ in conversations]
@@ -126,7 +126,9 @@ class ReferenceEngine:
                 going_on, self._complete(prompts, sampling, max_concurrency), strict=True
             ):
                 answers[i].append(completion)
-                on_completion(completion)
+            on_answers(
+                len(prompts)
+            )  # at once: told one by one, the first would seem to have taken all the time
         return [tuple(answer) for answer in answers]
 
     def read_counters(self) -> Counters | None:

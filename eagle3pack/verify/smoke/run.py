@@ -159,7 +159,7 @@ class _Session:
                 self.questions,
                 Sampling(self.options.max_tokens),
                 max_concurrency=self.options.max_concurrency,
-                on_completion=lambda completion: advance(1),
+                on_answers=advance,
             )
         for note in measured.notes:
             self.say(note)

@@ -85,12 +85,12 @@ class VllmEndpoint:
         sampling: Sampling,
         *,
         max_concurrency: int,
-        on_completion: Callable[[Completion], None] = lambda completion: None,
+        on_answers: Callable[[int], None] = lambda count: None,
     ) -> list[tuple[Completion, ...]]:
         """Answer every turn of every conversation; see `protocol.Engine`."""
         return asyncio.run(
             self._client.converse(
-                conversations, sampling, max_concurrency=max_concurrency, on_completion=on_completion
+                conversations, sampling, max_concurrency=max_concurrency, on_answers=on_answers
             )
         )
 
@@ -158,11 +158,11 @@ class VllmServer:
         sampling: Sampling,
         *,
         max_concurrency: int,
-        on_completion: Callable[[Completion], None] = lambda completion: None,
+        on_answers: Callable[[int], None] = lambda count: None,
     ) -> list[tuple[Completion, ...]]:
         """Answer every turn of every conversation; see `protocol.Engine`."""
         work = self._client.converse(
-            conversations, sampling, max_concurrency=max_concurrency, on_completion=on_completion
+            conversations, sampling, max_concurrency=max_concurrency, on_answers=on_answers
         )
         try:
             return asyncio.run(self._while_alive(work))

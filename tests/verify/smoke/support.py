@@ -130,15 +130,14 @@ class ScriptedEngine:
         sampling: Sampling,
         *,
         max_concurrency: int,
-        on_completion: Callable[[Completion], None] = lambda completion: None,
+        on_answers: Callable[[int], None] = lambda count: None,
     ) -> list[tuple[Completion, ...]]:
         answers = []
         for conversation in conversations:
             self.asked.append((conversation, sampling))
             turns = conversation.turns or ("tokens",)
             answers.append(tuple(self._answer(turn, sampling) for turn in turns))
-            for completion in answers[-1]:
-                on_completion(completion)
+            on_answers(len(answers[-1]))
         return answers
 
     def _answer(self, turn: str, sampling: Sampling) -> Completion:

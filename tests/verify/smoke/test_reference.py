@@ -48,10 +48,10 @@ def test_turns_are_asked_with_the_answers_before_them(engine: ReferenceEngine) -
     facts = engine.start()
     assert (facts.name, facts.tensor_parallel_size, facts.num_speculative_tokens) == ("reference", None, 3)
     assert (facts.device, facts.dtype, facts.max_model_len) == ("cpu", "float32", 512)
-    seen = []
-    answers = engine.generate([TWO_TURNS, TOKENS], Sampling(6), max_concurrency=2, on_completion=seen.append)
+    seen: list[int] = []
+    answers = engine.generate([TWO_TURNS, TOKENS], Sampling(6), max_concurrency=2, on_answers=seen.append)
     assert [len(answer) for answer in answers] == [2, 1]
-    assert len(seen) == 3
+    assert seen == [2, 1]  # a batch at once
     first, second = answers[0]
     assert first.prompt_token_ids == (5, 6, 7, 3)
     assert first.token_ids is not None
