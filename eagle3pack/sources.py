@@ -130,6 +130,7 @@ def resolve_target(text: str) -> TargetSpec:
 
     Raises:
         InputError: nothing is there, or its config.json is not one of a target.
+        UsageError: it is a draft, or a file of weights.
     """
     location = parse_location(text)
     if location.place == "local":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from eagle3pack.documents import MAX_JSON_BYTES, parse_json_object, read_file, read_json_object
 from eagle3pack.draft.fields import Fields
 from eagle3pack.draft.rope import RopeConfig, parse_rope
-from eagle3pack.errors import InputError
+from eagle3pack.errors import InputError, UsageError
 
 AttentionKind = Literal["full", "sliding", "chunked", "linear", "sparse", "mla"]
 
@@ -31,6 +31,8 @@ _LAYER_TYPES: Mapping[str, AttentionKind] = {
     "mamba": "linear",
     "mamba2": "linear",
 }
+
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +173,34 @@ def read_target(path: Path, *, name: str = "", revision: str | None = None) -> T
 
     Raises:
         InputError: there is no such file, or it is not the config of a target.
+        UsageError: it is a file of weights, or the config of a draft, which is easily taken for its target.
         PermissionDenied: the file may not be read.
     """
     import hashlib
 
+    if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+        raise UsageError(
+            "is a file of weights", where=f"--target {path}", hint="Give the folder, or its config.json."
+        )
     file = path / "config.json" if path.is_dir() else path
     data = read_file(file, most=MAX_JSON_BYTES)
     raw = parse_json_object(data, where=str(file))
+    _require_no_draft(raw, name or str(path))
     digest = hashlib.sha256(data).hexdigest()
     spec = parse_target_config(raw, where=str(file), name=name or str(path), config_sha256=digest)
     return replace(spec, revision=revision)
+
+
+def _require_no_draft(raw: Mapping[str, Any], name: str) -> None:
+    names = raw.get("architectures")
+    said = isinstance(names, list) and any("eagle3" in str(one).lower() for one in names)
+    keys = {"draft_vocab_size", "eagle_config"} & set(raw)
+    if said or "speculators_model_type" in raw or (keys and raw.get("num_hidden_layers") == 1):
+        raise UsageError(
+            "is an EAGLE3 draft, not the model that it drafts for",
+            where=f"--target {name}",
+            hint="Give the target model; SOURCE is the draft.",
+        )
 
 
 def bundled_target(name: str) -> TargetSpec | None:

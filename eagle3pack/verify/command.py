@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -11,20 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3pack.documents import read_json_object, to_json, write_whole
-from eagle3pack.errors import InputError, UsageError
+from eagle3pack.documents import to_json, write_whole
+from eagle3pack.errors import UsageError
 from eagle3pack.sources import Source, resolve_source, resolve_target
 from eagle3pack.verify.check import ENGINES, Engine
 from eagle3pack.verify.context import CONFIG_NAME, Context, Options
 from eagle3pack.verify.report import Examination, build_report, examine
 from eagle3pack.verify.text import render, render_failures
-from eagle3pack.verify.weights import PICKLE_SUFFIXES
 
 if TYPE_CHECKING:
-    from eagle3pack.draft.target import TargetSpec
     from eagle3pack.verify.smoke.options import Subject
 
-WEIGHT_SUFFIXES = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -149,7 +145,7 @@ def run_verify(
             the result.
     """
     engines, named = parse_engines(options.engines)
-    target = _resolve_target(options.target) if options.target else None
+    target = resolve_target(options.target) if options.target else None
     if target is not None and target.bundled:
         say(f"target {target.name}: using the shape that came with this package ({target.bundled_from})")
     if options.fix:
@@ -177,41 +173,6 @@ def run_verify(
             context.options = replace(asked, on_bytes=advance)
             examination = examine(context)
     return Verified(source, source_text, options.target or "", context, examination, options.strict)
-
-
-def _resolve_target(text: str) -> TargetSpec:
-    """See `resolve_target`; a draft is no target, even where its config lacks what a target's has."""
-    if Path(text).suffix in WEIGHT_SUFFIXES and Path(text).is_file():
-        raise UsageError(
-            "is a file of weights", where=f"--target {text}", hint="Give the folder, or its config.json."
-        )
-    try:
-        target = resolve_target(text)
-    except InputError:
-        if os.path.lexists(text):
-            path = Path(text) / CONFIG_NAME if Path(text).is_dir() else Path(text)
-            if path.is_file():
-                _require_no_draft(read_json_object(path), text)
-        raise
-    _require_no_draft(target.raw, text)
-    return target
-
-
-def _require_no_draft(raw: Mapping[str, Any], text: str) -> None:
-    """Raise where --target names an EAGLE3 draft, which is easily taken for its target.
-
-    Raises:
-        UsageError: it does.
-    """
-    names = raw.get("architectures")
-    said = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
-    keys = {"draft_vocab_size", "eagle_config"} & set(raw)
-    if said or "speculators_model_type" in raw or (keys and raw.get("num_hidden_layers") == 1):
-        raise UsageError(
-            "is an EAGLE3 draft, not the model that it drafts for",
-            where=f"--target {text}",
-            hint="Give the target model; SOURCE is the draft.",
-        )
 
 
 def write_mended(verified: Verified, out: str, *, say: Callable[[str], None]) -> None:

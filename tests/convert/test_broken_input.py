@@ -188,6 +188,16 @@ def test_a_target_whose_heads_do_not_divide_lists_the_counts_that_do(cli: Cli, t
     assert "3, the target's number, does not divide" in result.err and "1, 2, 4, 8" in result.err
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("draft", "is an EAGLE3 draft, not the model"), ("draft/model.safetensors", "is a file of weights")],
+)
+def test_what_is_no_target_is_named(cli: Cli, tmp_path: Path, target: str, message: str) -> None:
+    source = write_draft(tmp_path / "draft")
+    result = cli("convert", source, tmp_path / "gqa", "--target", tmp_path / target)
+    assert result.code == 2 and message in result.err
+
+
 def test_a_missing_source_says_how_to_name_a_hub(cli: Cli, tmp_path: Path) -> None:
     result = cli("convert", tmp_path / "nothing", tmp_path / "gqa", "--num-kv-heads", 2)
     assert result.code == 3
