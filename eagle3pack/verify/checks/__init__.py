@@ -12,6 +12,7 @@ from eagle3pack.verify.checks import (
     serving,
     settings,
     shape,
+    stored,
     switches,
     tensors,
     values,
@@ -24,7 +25,7 @@ def _by_id(checks: tuple[Check, ...]) -> tuple[Check, ...]:
 
 
 FAMILIES: dict[str, tuple[Check, ...]] = {
-    "files": files.CHECKS,
+    "files": files.CHECKS + stored.CHECKS,
     "config": _by_id(config.CHECKS + shape.CHECKS + switches.CHECKS + settings.CHECKS),
     "rope": rope.CHECKS,
     "tensors": _by_id(tensors.CHECKS + values.CHECKS),
