@@ -19,7 +19,8 @@ POOLED_WARNING = (
     "close"
 )
 MERGED_WARNING = (
-    "a merged draft speculates at once, but less than its source; retraining brings back the rest"
+    "a merged draft speculates at once; verify --against its source measures what was lost, and retraining "
+    "brings that back"
 )
 _LABELS = {
     "k_relative_error": "relative error, keys",
