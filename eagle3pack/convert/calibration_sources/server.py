@@ -284,7 +284,7 @@ class StatesClient:
     def _http(self, timeout_s: float = REQUEST_TIMEOUT_S) -> httpx.AsyncClient:
         import httpx
 
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(timeout_s)
         return httpx.AsyncClient(
             base_url=self._url,
             headers=request_headers(),

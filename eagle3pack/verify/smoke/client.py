@@ -114,7 +114,8 @@ class ApiClient:
 
         slots = asyncio.Semaphore(max_concurrency)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency)
-        timeout = httpx.Timeout(self.request_timeout_s, connect=CONNECT_TIMEOUT_S)
+        # Of connecting too: that the server is there is known, and a busy machine takes its time.
+        timeout = httpx.Timeout(self.request_timeout_s)
         async with httpx.AsyncClient(
             base_url=self.url,
             headers=request_headers(),
