@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -42,6 +42,11 @@ class Prompt:
     turns: tuple[str, ...]
     category: str = ""
     token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_answers(self) -> int:
+        """One a message; one for tokens."""
+        return len(self.turns) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,16 @@ class PromptSet:
             )
         kept = [prompt for prompt in self.prompts if not categories or prompt.category in categories]
         return PromptSet(self.name, self.sha256, tuple(kept[:limit]))
+
+
+def rounds(turns: Sequence[int]) -> Iterator[list[int]]:
+    """Hold conversations side by side: for every turn, the places of those that go on to it.
+
+    Args:
+        turns: that each conversation has.
+    """
+    for turn in range(max(turns, default=0)):
+        yield [place for place, count in enumerate(turns) if turn < count]
 
 
 def shipped_prompts() -> PromptSet:

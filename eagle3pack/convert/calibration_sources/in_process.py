@@ -22,7 +22,7 @@ from eagle3pack.engine.counters import Counters
 from eagle3pack.engine.draft_model import DraftModel
 from eagle3pack.engine.generation import Settings
 from eagle3pack.engine.loading import load_draft
-from eagle3pack.engine.prompts import Prompt, PromptSet
+from eagle3pack.engine.prompts import Prompt, PromptSet, rounds
 from eagle3pack.engine.speculate import generate
 from eagle3pack.engine.target import Target, load_target
 
@@ -72,7 +72,7 @@ class InProcess:
         self, target: Target, draft: DraftModel, chat: Chat, prompts: Sequence[Prompt], settings: Settings
     ) -> None:
         self.draft = draft
-        self.answers: Sequence[int] = [len(prompt.turns) or 1 for prompt in prompts]
+        self.answers: Sequence[int] = [prompt.num_answers for prompt in prompts]
         self._target = target
         self._chat = chat
         self._prompts = prompts
@@ -87,17 +87,17 @@ class InProcess:
         on_tokens: Callable[[int], None],
     ) -> Sequence[Counters]:
         """See `recording.Source`; raises what `generate` raises."""
-        prompts = dict(zip(numbers, (self._prompts[i] for i in conversations), strict=True))
-        answers: dict[int, list[str]] = {number: [] for number in numbers}
+        prompts = [self._prompts[i] for i in conversations]
+        answers: list[list[str]] = [[] for _ in prompts]
         settings = replace(self._settings, max_tokens=max_tokens)
         counters: list[Counters] = []
-        for turn in range(max(self.answers[i] for i in conversations)):
-            going_on = [n for n, prompt in prompts.items() if turn < (len(prompt.turns) or 1)]
+        for turn, going_on in enumerate(rounds([prompt.num_answers for prompt in prompts])):
             asked = [
-                prompts[n].token_ids or self._chat.prompt(prompts[n].turns[: turn + 1], answers[n])
-                for n in going_on
+                prompts[i].token_ids or self._chat.prompt(prompts[i].turns[: turn + 1], answers[i])
+                for i in going_on
             ]
-            recorder.start(turn, going_on, [[range(len(prompt) - 1, sys.maxsize)] for prompt in asked])
+            told = [[range(len(prompt) - 1, sys.maxsize)] for prompt in asked]
+            recorder.start(turn, [numbers[i] for i in going_on], told)
             made = generate(
                 self._target,
                 asked,
@@ -107,6 +107,6 @@ class InProcess:
                 on_draft_pass=recorder,
             )
             counters += made.counters
-            for n, output in zip(going_on, made.outputs, strict=True):
-                answers[n].append(self._chat.text(output))
+            for i, output in zip(going_on, made.outputs, strict=True):
+                answers[i].append(self._chat.text(output))
         return counters

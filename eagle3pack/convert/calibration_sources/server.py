@@ -45,7 +45,7 @@ from eagle3pack.engine.endpoint import (
     server_url,
     trusts_proxies,
 )
-from eagle3pack.engine.prompts import Prompt, PromptSet
+from eagle3pack.engine.prompts import Prompt, PromptSet, rounds
 from eagle3pack.engine.replay import KnownAnswer
 from eagle3pack.errors import InputError, PermissionDenied, RefusedError, TransportError, UsageError
 from eagle3pack.sources import resolve_target
@@ -99,7 +99,7 @@ class Server:
 
     def __init__(self, client: StatesClient, draft: DraftModel, prompts: Sequence[Prompt]) -> None:
         self.draft = draft
-        self.answers: Sequence[int] = [len(prompt.turns) or 1 for prompt in prompts]
+        self.answers: Sequence[int] = [prompt.num_answers for prompt in prompts]
         self._client = client
         self._prompts = prompts
 
@@ -115,16 +115,17 @@ class Server:
         counters: list[Counters] = []
         for start in range(0, len(numbers), BATCH_SIZE):  # states are large: so many are held at once
             some = slice(start, start + BATCH_SIZE)
-            prompts = dict(zip(numbers[some], (self._prompts[i] for i in conversations[some]), strict=True))
-            texts: dict[int, list[str]] = {number: [] for number in prompts}
-            for turn in range(max(len(prompt.turns) or 1 for prompt in prompts.values())):
-                going_on = [n for n, prompt in prompts.items() if turn < (len(prompt.turns) or 1)]
-                asked = [(prompts[n], texts[n]) for n in going_on]
+            prompts = [self._prompts[i] for i in conversations[some]]
+            texts: list[list[str]] = [[] for _ in prompts]
+            for turn, going_on in enumerate(rounds([prompt.num_answers for prompt in prompts])):
+                asked = [(prompts[i], texts[i]) for i in going_on]
                 found = asyncio.run(self._client.ask(asked, max_tokens, on_tokens))
-                for n, (_, text) in zip(going_on, found, strict=True):
-                    texts[n].append(text)
+                for i, (_, text) in zip(going_on, found, strict=True):
+                    texts[i].append(text)
                 answers = [answer.to(self.draft.norm.weight) for answer, _ in found]
-                counters += replay_recorded(self.draft, answers, going_on, turn, recorder)
+                counters += replay_recorded(
+                    self.draft, answers, [numbers[some][i] for i in going_on], turn, recorder
+                )
         return counters
 
 

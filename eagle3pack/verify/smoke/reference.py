@@ -15,6 +15,7 @@ from eagle3pack.engine.counters import Counters, total
 from eagle3pack.engine.draft_model import DraftModel
 from eagle3pack.engine.generation import Settings
 from eagle3pack.engine.loading import load_draft
+from eagle3pack.engine.prompts import rounds
 from eagle3pack.engine.speculate import generate
 from eagle3pack.engine.target import Target, load_target
 from eagle3pack.errors import UsageError
@@ -119,16 +120,14 @@ class ReferenceEngine:
     ) -> list[tuple[Completion, ...]]:
         """Answer every turn of every conversation; all first turns come before the second ones."""
         answers: list[list[Completion]] = [[] for _ in conversations]
-        for turn in range(max((len(item.turns) or 1 for item in conversations), default=0)):
-            going_on = [i for i, item in enumerate(conversations) if turn < (len(item.turns) or 1)]
+        for going_on in rounds([len(item.turns) or 1 for item in conversations]):
             prompts = [self._prompt(conversations[i], answers[i]) for i in going_on]
             for i, completion in zip(
                 going_on, self._complete(prompts, sampling, max_concurrency), strict=True
             ):
                 answers[i].append(completion)
-            on_answers(
-                len(prompts)
-            )  # at once: told one by one, the first would seem to have taken all the time
+            # At once: told one by one, the first would seem to have taken all the time.
+            on_answers(len(prompts))
         return [tuple(answer) for answer in answers]
 
     def read_counters(self) -> Counters | None:
