@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -104,13 +104,13 @@ class _Pace:
     unit: str
     start: float
     done: int = 0
-    marked: tuple[float, int] = (0.0, 0)  # when the last line was shown, and what was done by then
-
-    def amount(self, count: float) -> str:
-        return format_bytes(count) if self.unit == "B" else f"{count:,.0f}"
+    marked: tuple[float, int] = field(init=False)  # when the last line was shown, and what was done by then
 
     def __post_init__(self) -> None:
         self.marked = (self.start, 0)
+
+    def amount(self, count: float) -> str:
+        return format_bytes(count) if self.unit == "B" else f"{count:,.0f}"
 
     def per_s(self) -> float:
         """Since the last line: a slow start tells nothing of what is left."""

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from eagle3pack.checkpoint.files import PICKLE_SUFFIXES
 from eagle3pack.documents import MAX_JSON_BYTES, parse_json_object, read_file, read_json_object
 from eagle3pack.draft.fields import Fields
 from eagle3pack.draft.rope import RopeConfig, parse_rope
@@ -32,7 +33,7 @@ _LAYER_TYPES: Mapping[str, AttentionKind] = {
     "mamba2": "linear",
 }
 
-_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".ckpt", *PICKLE_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
